@@ -1,0 +1,35 @@
+"""everstep keeps PyTorch distributed training alive.
+
+The public names, loaded lazily: importing everstep never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from everstep.errors import EverstepError
+    from everstep.train.run import Run, attach
+
+__version__ = "0.1.0.dev0"
+__all__ = ["EverstepError", "Run", "__version__", "attach"]
+
+_HOMES = {
+    "attach": "everstep.train.run",
+    "Run": "everstep.train.run",
+    "EverstepError": "everstep.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'everstep' has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

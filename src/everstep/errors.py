@@ -1,0 +1,217 @@
+"""The exception tree. Every error everstep raises on purpose is one of these.
+
+Owns: the classes, their stable codes (``EVS-nnn``) and what a handler may do with them
+(``retryable``, ``blame``). Never does: I/O, formatting for a terminal. Called by: every room.
+
+Numbering: 1xx the caller's arguments or objects, 2xx the store, 3xx snapshots and the keeper,
+4xx restore, 5xx the agent. A code is never reused for another meaning.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Blame = Literal["user", "storage", "node", "everstep", "none"]
+
+
+class EverstepError(Exception):
+    """Base of the tree. ``str(error)`` is ``<code>: <what happened>. <what to do next>``."""
+
+    code: ClassVar[str] = "EVS-000"
+    retryable: ClassVar[bool] = False
+    blame: ClassVar[Blame] = "everstep"
+
+    def __init__(self, what: str, *, hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.what}" + (f" {self.hint}" if self.hint else "")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.what, self.hint)
+
+
+def _rebuild(cls: type[EverstepError], what: str, hint: str) -> EverstepError:
+    return cls(what, hint=hint)
+
+
+class UsageError(EverstepError, ValueError):
+    """A bad argument, setting or call order."""
+
+    code: ClassVar[str] = "EVS-100"
+    blame: ClassVar[Blame] = "user"
+
+
+class UnsavableObject(UsageError):
+    """An attached object's state holds something that no safe record can hold (S8)."""
+
+    code: ClassVar[str] = "EVS-101"
+
+
+class PendingGradients(UsageError):
+    """A step boundary with gradients accumulated since the last optimizer step (R1)."""
+
+    code: ClassVar[str] = "EVS-102"
+
+
+class BadStoreUrl(UsageError):
+    """The store's URL cannot be understood or names a backend that is not there."""
+
+    code: ClassVar[str] = "EVS-103"
+
+
+class BadName(UsageError):
+    """A job name or key holds characters that could leave its folder."""
+
+    code: ClassVar[str] = "EVS-104"
+
+
+class InexactData(UsageError):
+    """The attached loader's position cannot be restored exactly."""
+
+    code: ClassVar[str] = "EVS-105"
+
+
+class StoreError(EverstepError):
+    """The store failed or refused."""
+
+    code: ClassVar[str] = "EVS-200"
+    retryable: ClassVar[bool] = True
+    blame: ClassVar[Blame] = "storage"
+
+
+class ObjectMissing(StoreError):
+    """The key does not exist."""
+
+    code: ClassVar[str] = "EVS-201"
+    retryable: ClassVar[bool] = False
+
+
+class ObjectExists(StoreError):
+    """A create-only write found other bytes under its key (S2)."""
+
+    code: ClassVar[str] = "EVS-202"
+    retryable: ClassVar[bool] = False
+
+
+class StaleVersion(StoreError):
+    """A conditional update of a ref lost against another writer."""
+
+    code: ClassVar[str] = "EVS-203"
+    retryable: ClassVar[bool] = False
+
+
+class StoreNotWritable(StoreError):
+    """The store's folder cannot be written by this user."""
+
+    code: ClassVar[str] = "EVS-204"
+    retryable: ClassVar[bool] = False
+    blame: ClassVar[Blame] = "user"
+
+
+class StoreFull(StoreError):
+    """No space, inodes or quota left."""
+
+    code: ClassVar[str] = "EVS-205"
+
+
+class CorruptObject(StoreError):
+    """Bytes read do not match their digest, checksum, length or format (S3)."""
+
+    code: ClassVar[str] = "EVS-206"
+    retryable: ClassVar[bool] = False
+
+
+class NewerFormat(StoreError):
+    """An object was written by a newer format than this reader knows."""
+
+    code: ClassVar[str] = "EVS-207"
+    retryable: ClassVar[bool] = False
+    blame: ClassVar[Blame] = "user"
+
+
+class CommitRefused(StoreError):
+    """A commit that must not happen: a tombstone, a higher claim, or a branch in the way."""
+
+    code: ClassVar[str] = "EVS-208"
+    retryable: ClassVar[bool] = False
+
+
+class KeeperError(EverstepError):
+    """The keeper failed, is not reachable or refused."""
+
+    code: ClassVar[str] = "EVS-300"
+    retryable: ClassVar[bool] = True
+    blame: ClassVar[Blame] = "node"
+
+
+class MemoryTooSmall(KeeperError):
+    """The slots do not fit into the memory this process may use."""
+
+    code: ClassVar[str] = "EVS-301"
+    retryable: ClassVar[bool] = False
+    blame: ClassVar[Blame] = "user"
+
+
+class ReplicaMismatch(KeeperError):
+    """Tensors that should be equal on all ranks are not (R8)."""
+
+    code: ClassVar[str] = "EVS-302"
+    retryable: ClassVar[bool] = False
+    blame: ClassVar[Blame] = "user"
+
+
+class NotDurable(KeeperError):
+    """The last checkpoint could not be committed before its deadline."""
+
+    code: ClassVar[str] = "EVS-303"
+    blame: ClassVar[Blame] = "storage"
+
+
+class RestoreError(EverstepError):
+    """The state could not be put back."""
+
+    code: ClassVar[str] = "EVS-400"
+
+
+class NoRecoveryPoint(RestoreError):
+    """A recovery point is expected and none verifies (R5)."""
+
+    code: ClassVar[str] = "EVS-401"
+    blame: ClassVar[Blame] = "storage"
+
+
+class WorldChanged(RestoreError):
+    """The saved state belongs to another world size."""
+
+    code: ClassVar[str] = "EVS-402"
+    blame: ClassVar[Blame] = "user"
+
+
+class StateMismatch(RestoreError):
+    """Names, shapes or dtypes of the saved state and the attached objects differ."""
+
+    code: ClassVar[str] = "EVS-403"
+    blame: ClassVar[Blame] = "user"
+
+
+class AgentError(EverstepError):
+    """The launcher failed or refused."""
+
+    code: ClassVar[str] = "EVS-500"
+
+
+class JobOwned(AgentError):
+    """Another live agent owns the job."""
+
+    code: ClassVar[str] = "EVS-501"
+    blame: ClassVar[Blame] = "user"
+
+
+class NoProgress(AgentError):
+    """Too many attempts in a row that did not get further."""
+
+    code: ClassVar[str] = "EVS-502"
+    blame: ClassVar[Blame] = "user"
