@@ -1,0 +1,1 @@
+"""When the next snapshot or checkpoint is taken. Pure: imports core alone."""

@@ -1,0 +1,33 @@
+"""Exit codes of a worker and of ``everstep run``, each with one meaning.
+
+Called by: train, agent, cli; docs/reference/exit-codes.md is made from it.
+"""
+
+from __future__ import annotations
+
+FINISHED = 0
+FAILED = 1
+USAGE = 2
+PREEMPTED = 75
+NOT_DURABLE = 76
+NO_RECOVERY_POINT = 77
+REFUSED = 78
+OWNED = 79
+NO_PROGRESS = 93
+
+MEANING: dict[int, str] = {
+    FINISHED: "the job reached its last step, and its last checkpoint is committed",
+    FAILED: "a worker failed and no restart was left, or --max-restarts was reached",
+    USAGE: "bad arguments or settings",
+    PREEMPTED: "stopped by SIGTERM after a cut; start the job again and it goes on",
+    NOT_DURABLE: "all steps ran, but the last checkpoint could not be committed in time; "
+    "the keeper holds it and goes on trying",
+    NO_RECOVERY_POINT: "a recovery point is expected and none verifies (EVS-401)",
+    REFUSED: "the job cannot go on as it was started (world size, state names, loader); "
+    "a restart would not help",
+    OWNED: "another live agent runs this job (EVS-501)",
+    NO_PROGRESS: "three attempts in a row got no further; do not requeue (EVS-502)",
+}
+
+FINAL = frozenset({PREEMPTED, NOT_DURABLE, NO_RECOVERY_POINT, REFUSED})
+"""Codes of a worker that end the job: the agent does not restart after them."""

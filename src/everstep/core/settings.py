@@ -1,0 +1,120 @@
+"""Every setting, declared once: its variable, its meaning and its default.
+
+Owns: parsing of ``EVERSTEP_*`` from a mapping that is handed in. Never does: read the process's
+environment by itself. Called by: train, agent, keeper, cli; docs/reference/settings.md is made
+from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+from everstep.errors import UsageError
+
+Resume = Literal["auto", "require", "never"]
+
+PREFIX = "EVERSTEP_"
+DEFAULT_STORE = "./everstep-store"
+
+
+def setting(default: Any, doc: str, *, parse: str = "text") -> Any:
+    """A field of :class:`Settings`; ``parse`` names one of :data:`PARSERS`."""
+    return field(default=default, metadata={"doc": doc, "parse": parse})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process of a job was told. Times in seconds."""
+
+    store: str = setting(DEFAULT_STORE, "URL or path of the checkpoint store.")
+    job: str = setting("", "Name of the job; empty: made from the script's path and arguments.")
+    resume: Resume = setting(
+        "auto",
+        "`auto` resumes where there is something to resume, `require` fails where there is "
+        "nothing, `never` starts a new lineage.",
+        parse="resume",
+    )
+    snapshot_every: int = setting(
+        0, "Steps between snapshots in memory; 0: chosen from the measured stall.", parse="count"
+    )
+    checkpoint_every: float = setting(60.0, "Seconds between durable checkpoints.", parse="seconds")
+    keep_last: int = setting(3, "Committed checkpoints that retention keeps.", parse="count")
+    grace: float = setting(30.0, "Seconds from SIGTERM to the end of the job.", parse="seconds")
+    final_deadline: float = setting(
+        600.0, "Seconds for which the last checkpoint is retried before the job gives up waiting.",
+        parse="seconds",
+    )  # fmt: skip
+    events: str = setting("", "File to which every event is appended as a line of JSON.")
+    state_dir: str = setting("", "Folder for the keeper's log; empty: $XDG_STATE_HOME/everstep.")
+    keeper: str = setting("", "Name of the keeper's socket (set by the agent for its workers).")
+    attempt: int = setting(0, "Number of this attempt (set by the agent).", parse="count")
+    node: int = setting(0, "Index of this node in the job (set by the agent).", parse="count")
+    nodes: int = setting(1, "Nodes in the job (set by the agent).", parse="count")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(ms|s|m|min|h|d)?\s*", text)
+    if match is None:
+        raise ValueError("must be a number of seconds, or a number with ms, s, m, h or d")
+    scale = {"ms": 1e-3, "m": 60, "min": 60, "h": 3600, "d": 86400}.get(match[2] or "s", 1)
+    value = float(match[1]) * scale
+    if not math.isfinite(value) or value < 0:
+        raise ValueError("must be finite and not negative")
+    return value
+
+
+def _resume(text: str) -> Resume:
+    if text not in ("auto", "require", "never"):
+        raise ValueError("must be auto, require or never")
+    return text  # type: ignore[return-value]  # narrowed by the test above
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "text": str,
+    "count": _count,
+    "seconds": _seconds,
+    "resume": _resume,
+}
+
+
+def parse_seconds(text: str) -> float:
+    """``"90"``, ``"1.5h"``, ``"200 ms"`` as seconds. Raises ValueError."""
+    return _seconds(text)
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings:
+    """The settings of ``environment``. Raises :class:`UsageError` naming the bad variable."""
+    given: dict[str, Any] = {}
+    for item in fields(Settings):
+        text = environment.get(variable(item.name), "")
+        if text:
+            try:
+                given[item.name] = PARSERS[item.metadata["parse"]](text)
+            except ValueError as bad:
+                raise UsageError(f"{variable(item.name)}={text!r}: {bad}.") from bad
+    return Settings(**given)
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """The variables that give ``settings`` back: what an agent hands to its workers."""
+    return {
+        variable(item.name): str(getattr(settings, item.name))
+        for item in fields(Settings)
+        if item.default is not MISSING and getattr(settings, item.name) != item.default
+    }
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()

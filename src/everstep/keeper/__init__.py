@@ -1,0 +1,1 @@
+"""The node's memory: slots, background persistence, recovery planning. Never loads torch."""

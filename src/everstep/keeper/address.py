@@ -1,0 +1,65 @@
+"""Where the keeper of a job on a node is found.
+
+Owns: the abstract Unix socket's name (user, store, job, node; DESIGN section 9) and connecting to
+it with the peer's user checked. Called by: keeper, train, agent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+
+import xxhash
+
+from everstep.errors import KeeperError
+from everstep.keeper.wire import Link
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+def keeper_name(store_url: str, job: str, node: int, uid: int | None = None) -> str:
+    """The socket's name without the leading NUL byte; at most 107 bytes (sun_path's limit)."""
+    user = os.getuid() if uid is None else uid
+    place = xxhash.xxh3_128_hexdigest(f"{store_url}\0{job}".encode())
+    return f"everstep/{user}/{place}/{node}"
+
+
+def connect(name: str, *, timeout: float) -> Link:
+    """A link to the keeper of that name, tried until ``timeout`` s have passed.
+
+    Raises :class:`KeeperError` where none answers, or where another user's process does.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        link = _try_connect(name)
+        if link is not None:
+            return link
+        if time.monotonic() >= deadline:
+            raise KeeperError(
+                f"no keeper answers at @{name} after {timeout:g} s.",
+                hint="Its log is named at the start of the run.",
+            )
+        time.sleep(0.01)  # an abstract socket gives nothing to wait on before it exists
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a Unix socket."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def _try_connect(name: str) -> Link | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect("\0" + name)
+    except OSError:
+        connection.close()
+        return None
+    _, uid = peer_of(connection)
+    if uid != os.getuid():
+        connection.close()
+        raise KeeperError(f"the socket @{name} belongs to user {uid}, not to this one.")
+    return Link(connection)
