@@ -5,7 +5,10 @@ Owns: validation and text forms. Never does: I/O. Called by: store, keeper, agen
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Sequence
+from pathlib import PurePath
 
 import msgspec
 
@@ -42,3 +45,14 @@ def check_job(name: str) -> str:
             hint="Use 1 to 128 letters, digits, '.', '_', '-', beginning with a letter or digit.",
         )
     return name
+
+
+def default_job(script: str, arguments: Sequence[str]) -> str:
+    """The job's name where none was given: script stem and six hex digits of what is run.
+
+    ``script`` is an absolute path (or a module's name); the same path and arguments give the
+    same job, so a job that is started again goes on.
+    """
+    what = "\0".join([script, *arguments]).encode()
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", PurePath(script).stem)[:100].lstrip("._-") or "job"
+    return f"{stem}-{hashlib.sha256(what).hexdigest()[:6]}"
