@@ -4,7 +4,7 @@ Owns: the classes, their stable codes (``EVS-nnn``) and what a handler may do wi
 (``retryable``, ``blame``). Never does: I/O, formatting for a terminal. Called by: every room.
 
 Numbering: 1xx the caller's arguments or objects, 2xx the store, 3xx snapshots and the keeper,
-4xx restore, 5xx the agent. A code is never reused for another meaning.
+4xx restore, 5xx the agent, 6xx the drill. A code is never reused for another meaning.
 """
 
 from __future__ import annotations
@@ -215,3 +215,9 @@ class NoProgress(AgentError):
 
     code: ClassVar[str] = "EVS-502"
     blame: ClassVar[Blame] = "user"
+
+
+class DrillError(EverstepError):
+    """The drill itself could not go on: nothing was proved, neither good nor bad."""
+
+    code: ClassVar[str] = "EVS-600"
