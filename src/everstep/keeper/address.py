@@ -13,6 +13,7 @@ import time
 
 import xxhash
 
+from everstep.core.settings import Settings
 from everstep.errors import KeeperError
 from everstep.keeper.wire import Link
 
@@ -26,6 +27,12 @@ def keeper_name(store_url: str, job: str, node: int, uid: int | None = None) -> 
     return f"everstep/{user}/{place}/{node}"
 
 
+def keeper_of(settings: Settings) -> str:
+    """The name under which a process with these settings finds its keeper: ``settings.keeper``
+    where an agent gave it, else made from store, job and node."""
+    return settings.keeper or keeper_name(settings.store, settings.job, settings.node)
+
+
 def connect(name: str, *, timeout: float) -> Link:
     """A link to the keeper of that name, tried until ``timeout`` s have passed.
 
@@ -33,7 +40,7 @@ def connect(name: str, *, timeout: float) -> Link:
     """
     deadline = time.monotonic() + timeout
     while True:
-        link = _try_connect(name)
+        link = try_connect(name)
         if link is not None:
             return link
         if time.monotonic() >= deadline:
@@ -44,15 +51,13 @@ def connect(name: str, *, timeout: float) -> Link:
         time.sleep(0.01)  # an abstract socket gives nothing to wait on before it exists
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end of a Unix socket."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return pid, uid
+def try_connect(name: str) -> Link | None:
+    """A link to the keeper of that name, or None where none answers now. Never waits.
 
-
-def _try_connect(name: str) -> Link | None:
+    Raises :class:`KeeperError` where another user's process answers.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)  # a full backlog of a stuck keeper must not hold us
     try:
         connection.connect("\0" + name)
     except OSError:
@@ -63,3 +68,10 @@ def _try_connect(name: str) -> Link | None:
         connection.close()
         raise KeeperError(f"the socket @{name} belongs to user {uid}, not to this one.")
     return Link(connection)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a Unix socket."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid

@@ -66,6 +66,15 @@ class ControlPage:
         """(sequence, step) of the published cut; sequence 0 where there is none."""
         return self._get(_CUT_SEQUENCE), self._get(_CUT_STEP)
 
+    def cut_at(self, local_rank: int, step: int) -> tuple[int, int] | None:
+        """(sequence, slot index) where a cut is published for exactly ``step``, else None."""
+        sequence, cut_step = self.cut()
+        if not sequence or cut_step != step:
+            return None
+        index = self.slot(local_rank)
+        # The keeper clears the sequence before it changes a field: equal twice, all is of one cut.
+        return (sequence, index) if self._get(_CUT_SEQUENCE) == sequence else None
+
     def slot(self, local_rank: int) -> int:
         """Index of the slot that the rank's next published cut goes into."""
         return self._get(_LINES_AT + local_rank * _LINE + _SLOT)
@@ -99,6 +108,10 @@ class ControlPage:
             self._put(_LINES_AT + local_rank * _LINE + _SLOT, index)
         self._put(_CUT_STEP, step)
         self._put(_CUT_SEQUENCE, sequence)
+
+    def clear_cut(self) -> None:
+        """Take the published cut back; a rank that has read it just now may still cut."""
+        self._put(_CUT_SEQUENCE, 0)
 
     def publish_stop(self, step: int, *, final: bool) -> None:
         """Publish the step at which all ranks stop."""

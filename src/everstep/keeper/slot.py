@@ -98,11 +98,15 @@ def create(geometry: Geometry, name: str) -> int:
 
 
 class Slot:
-    """A mapping of one slot. ``close`` releases the mapping; the descriptor stays the caller's."""
+    """A mapping of one slot. ``close`` releases the mapping; the descriptor stays the caller's.
 
-    def __init__(self, fd: int) -> None:
+    ``populate`` maps every page now (the writer's way); a reader of a part leaves it out.
+    """
+
+    def __init__(self, fd: int, *, populate: bool = True) -> None:
         size = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        self._map = mmap.mmap(fd, size, flags=flags)
         self.memory = memoryview(self._map)
         magic, *sizes = _GEOMETRY.unpack_from(self.memory, 0)
         self.geometry = Geometry(*sizes)
