@@ -27,7 +27,7 @@ MEANING: dict[Kind, str] = {
     "torn-write": "a write to the store stops in the middle with an I/O error",
 }
 KINDS: tuple[Kind, ...] = get_args(Kind)
-DEFAULT: tuple[Kind, ...] = KINDS
+DEFAULT: tuple[Kind, ...] = ("worker", "keeper", "agent", "corrupt")
 RESTARTS: frozenset[Kind] = frozenset({"agent", "everything", "corrupt"})
 """Faults that kill the agent: the drill starts the job again, as a supervisor would."""
 OF_STORE: frozenset[Kind] = frozenset({"disk-full", "torn-write"})
@@ -37,7 +37,9 @@ COMMITS_NEEDED: dict[Kind, int] = {"everything": 1, "corrupt": 2}
 """Committed checkpoints that must exist before a fault: without one, starting again from scratch
 would be right, and nothing would be shown."""
 
-_TEXT = re.compile(r"(?P<kind>[a-z-]+)(?::(?P<rank>\d+))?(?:@(?P<when>[^#]+)(?:#(?P<passes>\d+))?)?")
+_TEXT = re.compile(
+    r"(?P<kind>[a-z-]+)(?::(?P<rank>\d+))?(?:@(?P<when>[^#]+)(?:#(?P<passes>\d+))?)?"
+)
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
