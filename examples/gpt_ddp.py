@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import everstep
 
-CONTEXT = 64
-BYTES = 256  # one token a byte
+CONTEXT, BYTES = 64, 256  # a token is a byte
 
 
 class Block(nn.Module):

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from everstep.errors import EverstepError
+    from everstep.train.options import Options
     from everstep.train.run import Run, attach
 
 __version__ = "0.1.0.dev0"
-__all__ = ["EverstepError", "Run", "__version__", "attach"]
+__all__ = ["EverstepError", "Options", "Run", "__version__", "attach"]
 
 _HOMES = {
     "attach": "everstep.train.run",
     "Run": "everstep.train.run",
+    "Options": "everstep.train.options",
     "EverstepError": "everstep.errors",
 }
 

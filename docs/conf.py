@@ -1,0 +1,22 @@
+"""Sphinx: Markdown pages, the public names from their docstrings."""
+
+import everstep
+
+project = "everstep"
+author = "The everstep authors"
+copyright = author
+release = version = everstep.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = "everstep"
+html_copy_source = False
+html_show_sourcelink = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
