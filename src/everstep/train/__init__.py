@@ -1,0 +1,1 @@
+"""The user's side: the attached objects, their step loop and the data position."""
