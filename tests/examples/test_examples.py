@@ -1,0 +1,73 @@
+"""The examples: short enough to read, and exact when they are stopped and started again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everstep.core.events import Event, decode_line
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {
+    "gpt_ddp.py": ("--width", "32", "--layers", "1", "--batch", "2"),
+    "gpt_fsdp2.py": ("--width", "32", "--layers", "1", "--batch", "2"),
+    "resnet_amp_accumulate.py": ("--channels", "4", "--batch", "4"),
+    "embedding_sparse.py": ("--users", "50", "--items", "20", "--batch", "16"),
+}
+LAST, STOP = 8, 5
+
+
+def test_every_example_is_listed_and_short() -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert lines.keys() == SMALL.keys()
+    assert not [name for name, count in lines.items() if count >= 120]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example_that_is_stopped_and_started_again_goes_on_exactly(
+    name: str,
+    tmp_path: Path,
+    job_environment: dict[str, str],
+    end_keepers: Callable[[], list[int]],
+) -> None:
+    """R4: the same losses, step by step, under plain python and through the store."""
+    _run(name, LAST, "whole", tmp_path, job_environment)
+    _run(name, STOP, "parted", tmp_path, job_environment)
+    assert end_keepers(), "the keeper outlives its worker"
+    _run(name, LAST, "parted", tmp_path, job_environment)
+
+    events = _events(tmp_path)
+    assert [e.facts["source"] for e in events if e.kind == "train.restored"] == ["store"]
+    whole, parted = _losses(events, "whole"), _losses(events, "parted")
+    assert list(whole) == list(range(1, LAST + 1))
+    assert parted == whole
+
+
+def _run(name: str, steps: int, job: str, folder: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, "--steps", str(steps), *SMALL[name]],
+        cwd=folder,
+        env={**environment, "EVERSTEP_JOB": job},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _events(folder: Path) -> list[Event]:
+    with open(folder / "events.jsonl", "rb") as lines:
+        return [decode_line(line) for line in lines]
+
+
+def _losses(events: list[Event], job: str) -> dict[int, object]:
+    """Loss by step; a step that was logged twice would differ in the count of lines."""
+    logged = [(e.step, e.facts["loss"]) for e in events if e.kind == "train.log" and e.job == job]
+    by_step = {step: loss for step, loss in logged if step is not None}
+    assert len(by_step) == len(logged)
+    return by_step
