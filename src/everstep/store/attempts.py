@@ -1,0 +1,299 @@
+"""Claims, branches and the owner of a job (S6, DESIGN section 9).
+
+Owns: who may run the job, and what each attempt went on from. Never does: decide whether a process
+lives (the caller passes that in). Called by: job.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import msgspec
+
+from everstep.core import points
+from everstep.core.ids import MAX_ATTEMPT, Point
+from everstep.errors import (
+    CommitRefused,
+    CorruptObject,
+    JobOwned,
+    ObjectMissing,
+    StaleVersion,
+    StoreError,
+    StoreFull,
+    StoreNotWritable,
+    UsageError,
+)
+from everstep.store import keys, records
+from everstep.store.backends import Version
+from everstep.store.folder import Folder
+from everstep.store.records import BranchRecord, Claim, OwnerRecord, Source
+
+RENEW_SECONDS = 10.0
+STALE_SECONDS = 30.0
+
+
+class OwnerIdentity(msgspec.Struct, frozen=True):
+    """An agent's process, exactly: a pid alone is reused.
+
+    ``boot`` is the machine's boot id, ``started`` the process's start in clock ticks since boot.
+    """
+
+    agent: str
+    host: str
+    boot: str
+    pid: int
+    started: int
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """What an attempt went on from. ``restored`` None means from nothing, for ``fresh_reason``."""
+
+    restored: Point | None
+    source: Source
+    fresh_reason: str = ""
+    world: int = 1
+    environment: dict[str, str] = {}
+
+
+IsAlive = Callable[[OwnerIdentity], bool]
+"""Asked only about a process of this host and boot."""
+
+
+def claim(folder: Folder, identity: OwnerIdentity) -> int:
+    """Allocate the next attempt number by a create that only one agent can win."""
+    attempt = highest_claim(folder) + 1
+    while attempt <= MAX_ATTEMPT:
+        points.reach("store.claim.before_create")
+        record = Claim(
+            folder.job,
+            attempt,
+            identity.agent,
+            identity.host,
+            identity.boot,
+            identity.pid,
+            identity.started,
+            secrets.token_hex(8),
+        )
+        if folder.create(keys.claim(attempt), record):
+            return attempt
+        attempt += 1
+    raise UsageError(f"job {folder.job} has used all attempts.", hint="Take another --job name.")
+
+
+def highest_claim(folder: Folder) -> int:
+    """The newest attempt's number, 0 before the first."""
+    return max(_attempts(folder), default=0)
+
+
+def check_claim(folder: Folder, allowed: int, agents: Collection[str] = ()) -> None:
+    """Raise ``CommitRefused`` where an attempt above ``allowed`` was claimed by a stranger.
+
+    ``agents`` are agent ids whose higher claims are no strangers': the agents that this process
+    serves.
+    """
+    for attempt in sorted((a for a in _attempts(folder) if a > allowed), reverse=True):
+        try:
+            holder = folder.read(keys.claim(attempt), Claim)
+        except ObjectMissing:
+            continue  # an attempt's folder without a claim fences nobody
+        if holder.agent not in agents:
+            raise CommitRefused(
+                f"attempt {attempt} of job {folder.job} was claimed by agent {holder.agent} on "
+                f"{holder.host}; this process serves attempts up to {allowed}.",
+                hint="The job runs elsewhere now. What is in memory here is not written.",
+            )
+
+
+def write_branch(folder: Folder, attempt: int, branch: Branch) -> None:
+    """Create the attempt's branch; the same again is success, another is ``CommitRefused``."""
+    restored = branch.restored
+    if (restored is None) != (branch.source == "fresh"):
+        raise UsageError(f"a branch with source {branch.source!r} and restored {restored}.")
+    if restored is not None and not 1 <= restored.attempt < attempt:
+        raise UsageError(f"attempt {attempt} cannot have restored attempt {restored.attempt}.")
+    if restored is not None and not folder.exists(keys.branch(restored.attempt)):
+        raise CommitRefused(
+            f"attempt {restored.attempt} of job {folder.job}, which attempt {attempt} went on "
+            "from, has no branch, so its checkpoints would leave the lineage.",
+            hint="Write the branch of the earlier attempt first.",
+        )
+    record = BranchRecord(
+        folder.job,
+        attempt,
+        restored,
+        branch.source,
+        branch.fresh_reason,
+        branch.world,
+        branch.environment,
+    )
+    points.reach("store.branch.before_create")
+    if not folder.create(keys.branch(attempt), record):
+        raise CommitRefused(
+            f"attempt {attempt} of job {folder.job} has another branch already.",
+            hint="Two agents restored under one attempt number: stop this one.",
+        )
+
+
+def branches(folder: Folder) -> dict[int, Branch]:
+    """All branches by attempt. Raises ``CorruptObject``: without one the lineage is not known."""
+    found: dict[int, Branch] = {}
+    for attempt in _attempts(folder):
+        try:
+            record = folder.read(keys.branch(attempt), BranchRecord)
+        except ObjectMissing:
+            continue
+        _check_branch(folder, attempt, record)
+        found[attempt] = Branch(
+            record.restored, record.source, record.fresh_reason, record.world, record.environment
+        )
+    return found
+
+
+def _check_branch(folder: Folder, attempt: int, record: BranchRecord) -> None:
+    earlier = record.restored is None or 1 <= record.restored.attempt < attempt
+    if (record.job, record.attempt) != (folder.job, attempt) or not earlier:
+        raise CorruptObject(
+            f"{folder.key(keys.branch(attempt))} tells of attempt {record.attempt} of job "
+            f"{record.job}, restored {record.restored} (S3).",
+            hint="It was moved or damaged; put it back from a copy.",
+        )
+
+
+def _attempts(folder: Folder) -> list[int]:
+    names = folder.backend.list_folders(folder.key(keys.ATTEMPTS))
+    return [attempt for name in names if (attempt := keys.parse_attempt(name)) is not None]
+
+
+class _Held(NamedTuple):
+    record: OwnerRecord | None
+    version: Version
+    age: float
+
+
+def acquire_owner(
+    folder: Folder,
+    identity: OwnerIdentity,
+    *,
+    is_alive: IsAlive,
+    attempt: int = 0,
+    now: float | None = None,
+) -> None:
+    """Become the job's owner, or raise ``JobOwned`` where a fresh other one holds it.
+
+    ``now`` is the store's time; None asks the store.
+    """
+    for _ in range(8):
+        held = _held(folder, now)
+        if held is not None and not _free(held, identity, is_alive):
+            raise _owned(folder, held)
+        record = _record(folder, identity, attempt, now)
+        if _replace(folder, record, held.version if held else "absent"):
+            return
+    raise StoreError(f"{folder.key(keys.OWNER)} changes too often to be taken.", hint="Try again.")
+
+
+def renew_owner(
+    folder: Folder, identity: OwnerIdentity, *, attempt: int = 0, now: float | None = None
+) -> None:
+    """Stay the owner. Raises ``JobOwned`` where another has taken over: stop at once."""
+    held = _held(folder, now)
+    if held is None or held.record is None or _identity(held.record) != identity:
+        raise _owned(folder, held)
+    if not _replace(folder, _record(folder, identity, attempt, now), held.version):
+        raise _owned(folder, _held(folder, now))
+
+
+def release_owner(folder: Folder, identity: OwnerIdentity) -> None:
+    """Let the job go, if this process still owns it; a later agent need not wait."""
+    held = _held(folder, None)
+    if held is not None and held.record is not None and _identity(held.record) == identity:
+        _replace(folder, msgspec.structs.replace(held.record, released=True), held.version)
+
+
+def owner(folder: Folder) -> OwnerRecord | None:
+    """Who holds the job by the record, fresh or not; None where it was never held or let go."""
+    held = _held(folder, 0.0)  # the age is not wanted: asking the store's time would write to it
+    return held.record if held and held.record and not held.record.released else None
+
+
+def _held(folder: Folder, now: float | None) -> _Held | None:
+    try:
+        data, version = folder.backend.get_versioned(folder.key(keys.OWNER))
+        modified = folder.backend.stat(folder.key(keys.OWNER)).modified
+    except ObjectMissing:
+        return None
+    age = (folder.store_time() if now is None else now) - modified
+    try:
+        return _Held(records.decode(data, OwnerRecord, folder.key(keys.OWNER)), version, age)
+    except CorruptObject:
+        return _Held(None, version, age)  # unreadable: respected until it is stale, then replaced
+
+
+def _free(held: _Held, identity: OwnerIdentity, is_alive: IsAlive) -> bool:
+    if held.age > STALE_SECONDS:
+        return True
+    record = held.record
+    if record is None:
+        return False
+    other = _identity(record)
+    if record.released or other == identity:
+        return True
+    if other.host != identity.host:
+        return False
+    return other.boot != identity.boot or not is_alive(other)
+
+
+def _replace(folder: Folder, record: OwnerRecord, version: Version) -> bool:
+    data = records.encode(record)
+    key = folder.key(keys.OWNER)
+    points.reach("store.owner.before_put")
+    try:
+        folder.backend.put(key, data, version)
+    except (StoreFull, StoreNotWritable):
+        raise
+    except StoreError as error:
+        # The answer to our own put may have been lost, by this try or by one inside the backend.
+        if folder.backend.get(key) == data:
+            return True
+        if isinstance(error, StaleVersion):
+            return False
+        raise
+    return True
+
+
+def _record(
+    folder: Folder, identity: OwnerIdentity, attempt: int, now: float | None
+) -> OwnerRecord:
+    renewed = folder.store_time() if now is None else now
+    return OwnerRecord(
+        folder.job,
+        attempt,
+        identity.agent,
+        identity.host,
+        identity.boot,
+        identity.pid,
+        identity.started,
+        renewed,
+        False,
+    )
+
+
+def _identity(record: OwnerRecord) -> OwnerIdentity:
+    return OwnerIdentity(record.agent, record.host, record.boot, record.pid, record.started)
+
+
+def _owned(folder: Folder, held: _Held | None) -> JobOwned:
+    record = held.record if held else None
+    if record is None or held is None:
+        who = "an owner whose record cannot be read" if held else "nobody any more"
+        return JobOwned(
+            f"job {folder.job} is held by {who}.",
+            hint=f"An owner that is gone is replaced after {STALE_SECONDS:.0f} s: try again then.",
+        )
+    return JobOwned(
+        f"job {folder.job} is run by agent {record.agent} (pid {record.pid} on {record.host}, "
+        f"seen {max(0.0, held.age):.0f} s ago).",
+        hint="Stop that one first, or give this run another --job name.",
+    )

@@ -1,0 +1,133 @@
+"""What to keep and what to delete (S7): a pure function of what is there.
+
+Called by: job, which gathers the facts and executes the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from everstep.core.ids import Point
+from everstep.store.records import Proof
+
+CheckpointState = Literal["committed", "tombstoned", "incomplete"]
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """One step folder. ``modified`` is of its newest object (the tombstone's for a tombstoned
+    one), in the store's time; ``bytes`` and ``world`` are 0 where they are not known.
+    """
+
+    point: Point
+    state: CheckpointState
+    modified: float
+    world: int = 0
+    bytes: int = 0
+    verified: Proof | None = None
+    on_lineage: bool = False
+    error: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Committed, and not known to be damaged."""
+        return self.state == "committed" and not self.error and self.verified != "damaged"
+
+
+class Retention(msgspec.Struct, frozen=True):
+    """``keep_last`` checkpoints of the current lineage are kept (at least 1), and whatever is
+    younger than ``grace_seconds``.
+    """
+
+    keep_last: int = 3
+    grace_seconds: float = 600.0
+
+
+class Ruling(msgspec.Struct, frozen=True):
+    """What happens to one point, and why, in words for people."""
+
+    point: Point
+    reason: str
+
+
+class RetentionPlan(msgspec.Struct, frozen=True):
+    """``remove`` is what may go; ``blocked`` says why nothing may, where that is so."""
+
+    policy: Retention
+    remove: tuple[Ruling, ...]
+    keep: tuple[Ruling, ...]
+    blocked: str = ""
+
+
+def plan(
+    found: Iterable[CheckpointInfo],
+    policy: Retention,
+    *,
+    now: float,
+    highest_attempt: int,
+    proofs_known: bool,
+) -> RetentionPlan:
+    """Rule on every point.
+
+    ``now`` is the store's time; ``proofs_known`` is False where ``refs/verified`` is unreadable.
+    """
+    infos = sorted((i for i in found if i.state != "tombstoned"), key=lambda i: i.point)
+    if not proofs_known:
+        keep = tuple(Ruling(i.point, "which one was verified last is not known") for i in infos)
+        return RetentionPlan(policy, (), keep, "refs/verified cannot be read")
+    judge = _Judge(infos, policy, now, highest_attempt)
+    rulings = [(info, *judge.rule(info)) for info in infos]
+    return RetentionPlan(
+        policy,
+        tuple(Ruling(info.point, reason) for info, goes, reason in rulings if goes),
+        tuple(Ruling(info.point, reason) for info, goes, reason in rulings if not goes),
+    )
+
+
+class _Judge:
+    def __init__(
+        self, infos: Sequence[CheckpointInfo], policy: Retention, now: float, highest: int
+    ) -> None:
+        self._policy, self._now, self._highest = policy, now, highest
+        good = [i.point for i in infos if i.sound and i.on_lineage]
+        keep_last = max(1, policy.keep_last)
+        self._last = frozenset(good[-keep_last:])
+        self._full = len(good) >= keep_last
+        self._newest = good[-1] if good else None
+        self._proved = _newest_proved(infos)
+
+    def rule(self, info: CheckpointInfo) -> tuple[bool, str]:
+        """Whether a point goes, and why."""
+        if self._now - info.modified < self._policy.grace_seconds:
+            return False, "younger than the grace period"
+        if info.state == "incomplete":
+            return self._rule_incomplete(info)
+        if info.point in self._last:
+            return False, f"one of the last {self._policy.keep_last}"
+        if info.point in self._proved:
+            return False, "the last verified"
+        if not self._full:
+            return False, f"the lineage has fewer than {self._policy.keep_last} good ones"
+        return True, self._why(info)
+
+    def _why(self, info: CheckpointInfo) -> str:
+        if not info.on_lineage:
+            return "the job went on from elsewhere"
+        if not info.sound:
+            return "damaged, and enough good ones exist"
+        return f"older than the last {self._policy.keep_last}"
+
+    def _rule_incomplete(self, info: CheckpointInfo) -> tuple[bool, str]:
+        if info.point.attempt < self._highest:
+            return True, "incomplete, and its attempt is over"
+        if self._newest is not None and self._newest.step > info.point.step:
+            return True, "incomplete, and overtaken by a later checkpoint"
+        return False, "being written"
+
+
+def _newest_proved(infos: Sequence[CheckpointInfo]) -> Collection[Point]:
+    proved = [i for i in infos if i.sound and i.verified == "bytes"]
+    preferred = [i for i in proved if i.on_lineage] or proved
+    return {preferred[-1].point} if preferred else set()
