@@ -1,0 +1,152 @@
+"""What ``everstep run`` was told: torchrun's own parser, with everstep's settings beside it.
+
+Owns: the command line and its defaults. Never does: start anything. Called by: cli, tests.
+
+torchrun's flags and ``PET_*`` variables are not listed here: the parser is the installed torch's
+own, so a flag that torch gains is there the same day, in both spellings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from everstep.core import settings as core_settings
+from everstep.core.ids import check_job, default_job
+from everstep.core.settings import Settings, from_environment
+from everstep.errors import UsageError
+
+SETTINGS = (
+    "store", "job", "resume", "snapshot_every", "checkpoint_every", "keep_last", "grace",
+    "final_deadline", "events", "state_dir",
+)  # fmt: skip
+"""The fields of :class:`Settings` that are flags; the others the agent itself hands to workers."""
+
+UNLIMITED = 2**31 - 1
+"""What workers read as TORCHELASTIC_MAX_RESTARTS where no limit was given."""
+
+DEFAULT_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of ``everstep run``. ``max_restarts`` is None where no limit was given: then the
+    rule of progress decides. ``job_given`` says that the name was not made up here."""
+
+    settings: Settings
+    config: LaunchConfig
+    entrypoint: str | Callable[..., object]
+    arguments: tuple[str, ...]
+    name: str
+    max_restarts: int | None
+    job_given: bool
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's parser with everstep's flags in a group of their own."""
+    made = get_args_parser()
+    made.prog = "everstep run"
+    made.description = (
+        "Run a training script as torchrun does, and keep it alive: every torchrun flag and "
+        "PET_* variable means what it means there, except that without --max-restarts workers "
+        "are restarted until three attempts in a row make no progress."
+    )
+    group = made.add_argument_group("everstep")
+    by_name = {item.name: item for item in fields(Settings)}
+    for name in SETTINGS:
+        item = by_name[name]
+        dashed = "--" + name.replace("_", "-")
+        spellings = dict.fromkeys((dashed, "--" + name))
+        about = f"{item.metadata['doc']} Also {core_settings.variable(name)}."
+        group.add_argument(
+            *spellings, dest=f"everstep_{name}", default=None, metavar="VALUE",
+            type=_parsed_by(item.metadata["parse"]), help=about.replace("%", "%%"),
+        )  # fmt: skip
+    return made
+
+
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
+    """The launch that the command line and ``environment`` ask for.
+
+    Raises :class:`UsageError` for values that cannot be used; ``SystemExit`` with code 2 where
+    the command line cannot be read (argparse has then said why), with 0 after ``--help``.
+    """
+    made = parser()
+    if "PET_MAX_RESTARTS" not in environment:
+        made.set_defaults(max_restarts=None)
+    args = made.parse_args(list(arguments))
+    max_restarts: int | None = args.max_restarts
+    args.max_restarts = UNLIMITED if max_restarts is None else max_restarts
+    _choose_rendezvous(args)
+    try:
+        config, entrypoint, rest = config_from_args(args)
+    except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as bad:
+        raise UsageError(f"the command line cannot be used: {bad}") from bad
+    told = _settings(args, environment)
+    return Launch(
+        settings=_with_defaults(told, args),
+        config=config,
+        entrypoint=entrypoint,
+        arguments=tuple(rest),
+        name=args.training_script,
+        max_restarts=max_restarts,
+        job_given=bool(told.job),
+    )
+
+
+def _parsed_by(parse: str) -> Callable[[str], object]:
+    def convert(text: str) -> object:
+        try:
+            return core_settings.PARSERS[parse](text)
+        except ValueError as bad:
+            raise argparse.ArgumentTypeError(f"{text!r} {bad}") from bad
+
+    return convert
+
+
+def _choose_rendezvous(args: argparse.Namespace) -> None:
+    """The defaults that torchrun applies between its parser and its configuration."""
+    alone = (
+        args.rdzv_backend == "static"
+        and not args.rdzv_endpoint
+        and args.master_port is None
+        and parse_min_max_nnodes(args.nnodes)[1] == 1
+    )
+    if args.standalone or alone:
+        args.rdzv_backend = "c10d"
+        args.rdzv_endpoint = "localhost:0"
+        args.rdzv_id = str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = DEFAULT_MASTER_PORT
+
+
+def _settings(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
+    given = {
+        name: value for name in SETTINGS if (value := getattr(args, f"everstep_{name}")) is not None
+    }
+    return replace(from_environment(environment), **given)
+
+
+def _with_defaults(told: Settings, args: argparse.Namespace) -> Settings:
+    job = told.job or default_job(_identity(args), args.training_script_args)
+    return replace(told, store=_absolute(told.store), job=check_job(job))
+
+
+def _identity(args: argparse.Namespace) -> str:
+    """What names the script for good: a module's name, or an absolute path."""
+    script = str(args.training_script)
+    if args.module:
+        return script
+    return os.path.realpath((shutil.which(script) if args.no_python else None) or script)
+
+
+def _absolute(store: str) -> str:
+    # Workers and a later agent may stand in another folder: one store must have one name.
+    return store if "://" in store else os.path.realpath(os.path.expanduser(store))

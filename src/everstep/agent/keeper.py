@@ -1,0 +1,242 @@
+"""The agent's line to its node's keeper.
+
+Owns: starting or adopting the keeper, seeing its death at once, and giving a new one what the old
+one held. Never does: decide what an event means. Called by: the loop.
+
+The agent holds a descriptor of every slot and of the control page, so that memory outlives the
+keeper; workers hold their own. A new keeper gets them back (:class:`AdoptSlots`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from everstep.core.settings import Settings
+from everstep.errors import EverstepError, KeeperError
+from everstep.keeper.address import connect, keeper_name, try_connect
+from everstep.keeper.client import error_of
+from everstep.keeper.spawn import log_path, start_keeper
+from everstep.keeper.wire import (
+    MAX_DESCRIPTORS,
+    AdoptSlots,
+    AnyMessage,
+    AttemptBegun,
+    BeginAttempt,
+    Fatal,
+    Hello,
+    Leave,
+    Link,
+    Message,
+    Preempt,
+    Refused,
+    Report,
+    SlotName,
+    SlotsHeld,
+    Welcome,
+    WorkersEnded,
+    WorkersStarted,
+)
+
+CONNECT_SECONDS = 30.0
+BEGIN_SECONDS = 300.0
+"""For BeginAttempt: the keeper may still be writing what an earlier attempt left."""
+
+Hear = Callable[[Report | Fatal], None]
+Answer = TypeVar("Answer", bound=Message)
+
+
+class NodeKeeper:
+    """The keeper number ``index`` of the job on this host.
+
+    ``hear`` gets the events and last words that workers and keeper send. Not thread-safe.
+    """
+
+    def __init__(self, settings: Settings, index: int, hear: Hear, *, listening: bool) -> None:
+        self._settings = settings
+        self._index = index
+        self._hear = hear
+        self._listener = _listen() if listening else None
+        self._link: Link | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._held: dict[SlotName, int] = {}
+        self._begun: BeginAttempt | None = None
+        self._workers: WorkersStarted | None = None
+        self.pid = 0
+
+    @property
+    def name(self) -> str:
+        """The name of its socket, as workers get it in EVERSTEP_KEEPER."""
+        return keeper_name(self._settings.store, self._settings.job, self._index)
+
+    @property
+    def log(self) -> str:
+        return str(log_path(self._settings, self._index))
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when the keeper said something, or died."""
+        return [] if self._link is None else [self._link.fileno(), self._pidfd]
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether slots exist: a snapshot may be in this node's memory."""
+        return any(slot.index >= 0 for slot in self._held)
+
+    def launch(self) -> None:
+        """Start the process where none answers. Returns at once: it imports while we meet."""
+        link = try_connect(self.name)
+        if link is not None:
+            link.close()
+            return
+        fd = None if self._listener is None else self._listener.fileno()
+        self._process = start_keeper(self._settings, self._index, listen_fd=fd)
+
+    def attach(self) -> bool:
+        """Connect to it. True where it was there before this agent: adopted."""
+        self._link = connect(self.name, timeout=CONNECT_SECONDS)
+        answer = self._ask(Hello("agent", os.getpid()), Welcome, CONNECT_SECONDS)
+        self.pid = answer.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        return self._process is None or self._process.pid != self.pid
+
+    def begin(self, begin: BeginAttempt) -> AttemptBegun:
+        """Begin an attempt. Raises what the keeper refuses with."""
+        self._begun, self._workers = begin, None
+        return self._ask(begin, AttemptBegun, BEGIN_SECONDS)
+
+    def workers_started(self, pids: dict[int, int]) -> None:
+        self._workers = WorkersStarted(pids)
+        self._say(self._workers)
+
+    def workers_ended(self, attempt: int) -> None:
+        self._workers = None
+        self._say(WorkersEnded(attempt))
+
+    def preempt(self, grace: float) -> None:
+        self._say(Preempt(grace))
+
+    def pump(self) -> None:
+        """Hear everything that was said. Raises :class:`KeeperError` where the keeper is gone."""
+        while self._link is not None and _readable(self._link):
+            self._take(*self._link.receive(timeout=10.0))
+
+    def lost(self) -> None:
+        """Let go of a keeper that is dead or does not speak; what it held stays held."""
+        self._drop()
+
+    def recover(self) -> bool:
+        """A new keeper with the old one's memory. False where none could be started: worth trying
+        again later, and no error of training (R3)."""
+        try:
+            self.launch()
+            self.attach()
+            self._hand_over()
+        except (EverstepError, OSError):
+            self._drop()
+            return False
+        return True
+
+    @property
+    def attached(self) -> bool:
+        return self._link is not None
+
+    def leave(self) -> None:
+        """The job is over for this agent: the keeper ends when its work is durable."""
+        self._say(Leave())
+        self.close()
+
+    def close(self) -> None:
+        """Close everything; the keeper goes on."""
+        self._drop()
+        for fd in self._held.values():
+            os.close(fd)
+        self._held = {}
+        if self._listener is not None:
+            self._listener.close()
+
+    def _hand_over(self) -> None:
+        assert self._link is not None
+        names = list(self._held)
+        for at in range(0, len(names), MAX_DESCRIPTORS):
+            part = tuple(names[at : at + MAX_DESCRIPTORS])
+            self._link.send(AdoptSlots(part), tuple(self._held[name] for name in part))
+        if self._begun is not None:
+            self._ask(self._begun, AttemptBegun, BEGIN_SECONDS)
+        if self._workers is not None:
+            self._link.send(self._workers)
+
+    def _ask(self, question: Message, kind: type[Answer], timeout: float) -> Answer:
+        if self._link is None:
+            raise KeeperError("the keeper is away.", hint=f"Its log is {self.log}.")
+        self._link.send(question)
+        deadline = time.monotonic() + timeout
+        while True:
+            message, fds = self._link.receive(timeout=max(0.0, deadline - time.monotonic()))
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Refused):
+                raise error_of(message)
+            self._take(message, fds)
+
+    def _say(self, message: Message) -> None:
+        # A keeper that is gone is seen through its pidfd and gets this again in _hand_over.
+        if self._link is not None:
+            with contextlib.suppress(KeeperError):
+                self._link.send(message)
+
+    def _take(self, message: AnyMessage, fds: list[int]) -> None:
+        if isinstance(message, SlotsHeld):
+            for name, fd in zip(message.names, fds, strict=True):
+                old = self._held.pop(name, None)
+                if old is not None:
+                    os.close(old)
+                self._held[name] = fd
+        elif isinstance(message, Report | Fatal):
+            self._hear(message)
+        else:
+            raise KeeperError(f"the keeper said {type(message).__name__} unasked.")
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+
+
+def claim_index(settings: Settings) -> tuple[int, socket.socket]:
+    """This agent's number on the host: the first whose agent is not alive, so that a new agent
+    adopts the keeper of a dead one. The number is held while the socket is open (the kernel frees
+    the abstract name with the process)."""
+    index = 0
+    while True:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            lock.bind(f"\0{keeper_name(settings.store, settings.job, index)}/agent")
+        except OSError:
+            lock.close()
+            index += 1
+        else:
+            return index, lock
+
+
+def _listen() -> socket.socket:
+    """Where another node's keeper reaches this one; the agent keeps it over keepers' deaths."""
+    listener = socket.create_server(("", 0), backlog=64)
+    listener.set_inheritable(True)
+    return listener
+
+
+def _readable(link: Link) -> bool:
+    return bool(select.select([link], [], [], 0)[0])

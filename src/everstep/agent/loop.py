@@ -1,0 +1,385 @@
+"""The agent: attempt after attempt until one of them is the last.
+
+Owns: the order of things. Never does: decide (:mod:`everstep.agent.decide`). Called by: main.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from everstep.agent import report, workers
+from everstep.agent.decide import AttemptEnd, Decision, History, decide
+from everstep.agent.flags import UNLIMITED, Launch
+from everstep.agent.keeper import NodeKeeper, claim_index
+from everstep.agent.owner import Owner
+from everstep.agent.record import Recorder
+from everstep.agent.rendezvous import (
+    LEADER_SECONDS,
+    Meeting,
+    NodeEnd,
+    NodeEntry,
+    Plan,
+    Round,
+    Verdict,
+    poll,
+)
+from everstep.agent.signals import Interrupted, Signals
+from everstep.agent.watch import Learnt, Watch
+from everstep.agent.workers import Place, Workers
+from everstep.cadence.policy import Policy
+from everstep.core import exits, points
+from everstep.core.settings import to_environment, variable
+from everstep.errors import AgentError, EverstepError, JobOwned, KeeperError
+from everstep.keeper.wire import BeginAttempt, Fatal, Report
+
+T = TypeVar("T")
+
+ENDS_SECONDS = 20.0
+"""For the agents of all nodes to say how their workers ended, once one has failed."""
+PARTING_SECONDS = 5.0
+
+
+class Agent:
+    """One call of ``everstep run`` on one node."""
+
+    def __init__(self, launch: Launch, signals: Signals, record: Recorder) -> None:
+        settings = launch.settings
+        self._launch = launch
+        self._signals = signals
+        self._record = record
+        self._history = History()
+        self._expected = False
+        self._learnt = Learnt(record)
+        self._failures: list[report.Failure] = []
+        self._index, self._number_lock = self._own_number()
+        several = launch.config.max_nodes > 1
+        self._keeper = NodeKeeper(settings, self._index, self._hear, listening=several)
+        self._owner = Owner(settings, record)
+        self._meeting = Meeting(launch.config)
+
+    def run(self) -> int:
+        """Run the job to its end; the exit code. Raises :class:`EverstepError` where it cannot
+        be run at all."""
+        try:
+            while True:
+                decision = self._attempt()
+                if decision.action == "stop":
+                    return self._stop(decision)
+                self._history = decision.history
+        finally:
+            self._close()
+
+    # -- one attempt
+
+    def _attempt(self) -> Decision:
+        try:
+            with self._signals.interruptible():
+                round_, plan = self._prepare()
+        except Interrupted:
+            return self._interrupted()
+        if plan.exit_code is not None:
+            return Decision("stop", plan.exit_code, plan.reason, self._history)
+        group = self._start(round_, plan)
+        end = self._watch(round_, group)
+        group.close()
+        self._failures = group.failures
+        self._keeper.workers_ended(plan.attempt)
+        if self._owner.lost:
+            return Decision("stop", exits.OWNED, self._owner.lost, self._history)
+        decision = self._agree(round_, end)
+        self._say_ended(plan, decision)
+        return decision
+
+    def _prepare(self) -> tuple[Round, Plan]:
+        """Everything up to the start of the workers: meet, claim (S6), begin at the keeper."""
+        alone = self._meeting.alone
+        attempt = self._owner.claim() if alone else 0  # before a keeper is started for nothing
+        self._record.attempt = attempt or self._record.attempt
+        if not self._keeper.attached:
+            self._keeper.launch()
+        round_ = self._meeting.next()
+        round_.enter(self._entry())
+        if round_.leads:
+            return round_, self._lead(round_, attempt)
+        return round_, self._follow(round_)
+
+    def _lead(self, round_: Round, attempt: int) -> Plan:
+        try:
+            nodes = round_.gather()
+            plan = Plan(
+                nodes=nodes,
+                attempt=attempt or self._owner.claim(),
+                restarts=self._history.restarts,
+                expected=self._expected,
+                master_addr=round_.master_addr,
+                master_port=round_.master_port,
+                token=secrets.token_hex(16) if round_.nodes > 1 else "",
+            )
+            port = self._begin(round_, plan)
+        except EverstepError as error:
+            round_.publish(Plan(exit_code=exit_code_of(error), reason=str(error)))
+            raise
+        plan = msgspec.structs.replace(plan, coordinator=(round_.master_addr, port))
+        round_.publish(plan)
+        return plan
+
+    def _follow(self, round_: Round) -> Plan:
+        plan = round_.plan()
+        if plan.exit_code is None:
+            self._begin(round_, plan)
+        return plan
+
+    def _begin(self, round_: Round, plan: Plan) -> int:
+        """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
+        self._record.attempt, self._record.node = plan.attempt, round_.node
+        self._learnt = Learnt(self._record)
+        begin = self._begin_message(round_, plan)
+        try:
+            self._attach()
+            port = self._keeper.begin(begin).port
+        except KeeperError as lost:
+            if not lost.retryable:
+                raise
+            self._keeper.lost()
+            if not self._keeper.recover():
+                raise
+            port = self._keeper.begin(begin).port
+        self._record.say(
+            "attempt.started",
+            f"attempt {plan.attempt}: {len(plan.nodes)} node(s), "
+            f"{sum(entry.workers for entry in plan.nodes)} worker(s)",
+            nodes=len(plan.nodes), restarts=plan.restarts, agent_pid=os.getpid(),
+        )  # fmt: skip
+        return port
+
+    def _attach(self) -> None:
+        if self._keeper.attached:
+            return
+        adopted = self._keeper.attach()
+        what = "adopted with its memory" if adopted else "started"
+        self._record.say(
+            "keeper.started", f"keeper {what} (pid {self._keeper.pid}), log {self._keeper.log}",
+            pid=self._keeper.pid, adopted=adopted,
+        )  # fmt: skip
+
+    def _begin_message(self, round_: Round, plan: Plan) -> BeginAttempt:
+        settings = self._launch.settings
+        return BeginAttempt(
+            launch=f"attempt-{plan.attempt}",
+            attempt=plan.attempt,
+            node=round_.node,
+            ranks_of_node=plan.ranks_of_node(),
+            resume=settings.resume,
+            expected=plan.expected,
+            coordinator=plan.coordinator if round_.node > 0 else None,
+            token=plan.token,
+            policy=Policy(settings.snapshot_every, settings.checkpoint_every),
+            keep_last=settings.keep_last,
+            environment=_environment(),
+        )
+
+    def _start(self, round_: Round, plan: Plan) -> Workers:
+        points.reach("agent.workers.before_start")
+        group = workers.start(
+            self._launch.config, self._launch.entrypoint, self._launch.arguments,
+            self._place(round_, plan), self._worker_settings(round_, plan),
+        )  # fmt: skip
+        self._keeper.workers_started(group.pids)
+        points.reach("agent.workers.after_start")
+        self._record.say(
+            "workers.started", f"workers started: {group.pids}", level="debug",
+            pids={str(rank): pid for rank, pid in group.pids.items()},
+        )  # fmt: skip
+        return group
+
+    def _watch(self, round_: Round, group: Workers) -> NodeEnd:
+        return Watch(
+            round_=round_, meeting=self._meeting, workers=group, keeper=self._keeper,
+            learnt=self._learnt, signals=self._signals, record=self._record,
+            grace=self._launch.settings.grace,
+            shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
+        ).run()  # fmt: skip
+
+    # -- after it
+
+    def _agree(self, round_: Round, end: NodeEnd) -> Decision:
+        """What all nodes do next: the leader decides, from what all nodes say."""
+        if round_.nodes == 1:
+            return self._decide({0: end}, 1)
+        try:
+            with self._signals.interruptible():
+                round_.say_ended(end)
+                return self._agree_as_leader(round_) if round_.leads else self._obey(round_)
+        except Interrupted:
+            return self._interrupted()
+        except RuntimeError as gone:  # torch's store: its host, the leader's agent, is dead
+            raise AgentError(
+                f"the leader of the job (node 0) cannot be reached: {gone}.",
+                hint="Start the job again on all nodes; it goes on from the newest state.",
+            ) from gone
+
+    def _agree_as_leader(self, round_: Round) -> Decision:
+        while not self._all_ended(round_) and not round_.failed():
+            poll(lambda: self._all_ended(round_) or round_.failed(), LEADER_SECONDS)
+        poll(lambda: self._all_ended(round_), ENDS_SECONDS)
+        decision = self._decide(round_.ended(), round_.nodes)
+        code = decision.exit_code if decision.action == "stop" else None
+        round_.say_decision(Verdict(code, decision.reason, decision.warning))
+        if code is not None:
+            poll(round_.all_parted, PARTING_SECONDS)
+        return decision
+
+    def _obey(self, round_: Round) -> Decision:
+        while not round_.failed() and round_.decision() is None:
+            poll(lambda: round_.failed() or round_.decision() is not None, LEADER_SECONDS)
+        poll(lambda: round_.decision() is not None, LEADER_SECONDS)
+        verdict = round_.decision()
+        if verdict is None:
+            raise AgentError(
+                "the leader of the job (node 0) did not say what comes next.",
+                hint="Its agent hangs; start the job again on all nodes.",
+            )
+        round_.say_parted()
+        if verdict.exit_code is None:
+            return Decision("restart", 0, verdict.reason, self._history)
+        return Decision("stop", verdict.exit_code, verdict.reason, self._history, verdict.warning)
+
+    @staticmethod
+    def _all_ended(round_: Round) -> bool:
+        return len(round_.ended()) == round_.nodes
+
+    def _decide(self, ends: dict[int, NodeEnd], nodes: int) -> Decision:
+        end = combine(ends, nodes)
+        self._expected = self._expected or end.reached >= 0 or end.restored >= 0
+        return decide(end, self._history, self._launch.max_restarts)
+
+    def _interrupted(self) -> Decision:
+        number = next(iter(self._signals.take()), signal.SIGTERM)
+        return decide(AttemptEnd(stopped_by=int(number)), self._history, None)
+
+    def _say_ended(self, plan: Plan, decision: Decision) -> None:
+        going_on = decision.action == "restart"
+        self._record.say(
+            "attempt.ended",
+            f"attempt {plan.attempt} ended: {decision.reason}"
+            + ("; restarting" if going_on else ""),
+            action=decision.action, exit_code=decision.exit_code, reason=decision.reason,
+            stuck=decision.history.stuck,
+        )  # fmt: skip
+
+    def _stop(self, decision: Decision) -> int:
+        if decision.warning:
+            self._record.say("job.warning", decision.warning, level="warning")
+        quiet = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
+        if self._failures and not quiet:
+            report.tell(self._launch.name, self._failures)
+        self._record.say(
+            "job.stopped", f"exit code {decision.exit_code}: {decision.reason}",
+            level="info" if quiet else "error", exit_code=decision.exit_code,
+            reason=decision.reason,
+        )  # fmt: skip
+        self._keeper.leave()
+        self._owner.release()
+        self._meeting.leave(for_good=decision.exit_code != exits.PREEMPTED)
+        return decision.exit_code
+
+    def _close(self) -> None:
+        self._keeper.close()
+        self._owner.close()
+        self._number_lock.close()
+
+    # -- what is handed on
+
+    def _hear(self, message: Report | Fatal) -> None:
+        self._learnt.hear(message)
+
+    def _own_number(self) -> tuple[int, socket.socket]:
+        settings = self._launch.settings
+        index, lock = claim_index(settings)
+        if index > 0 and self._launch.config.max_nodes == 1:
+            lock.close()
+            raise JobOwned(
+                f"another agent on this host runs job {settings.job} of {settings.store}.",
+                hint="Stop it first, or give this run another --job.",
+            )
+        return index, lock
+
+    def _entry(self) -> NodeEntry:
+        config = self._launch.config
+        return NodeEntry(config.role, config.nproc_per_node, socket.gethostname())
+
+    def _place(self, round_: Round, plan: Plan) -> Place:
+        role_ranks, role_size = plan.role_ranks(round_.node)
+        given = self._launch.max_restarts
+        return Place(
+            node=round_.node,
+            nodes=round_.nodes,
+            ranks=plan.ranks_of_node()[round_.node],
+            role_ranks=role_ranks,
+            world_size=sum(entry.workers for entry in plan.nodes),
+            role_world_size=role_size,
+            master_addr=plan.master_addr,
+            master_port=plan.master_port,
+            restarts=plan.restarts,
+            max_restarts=UNLIMITED if given is None else given,
+            run_id=self._meeting.run_id,
+            use_agent_store=self._meeting.use_agent_store,
+        )
+
+    def _worker_settings(self, round_: Round, plan: Plan) -> dict[str, str]:
+        own: dict[str, Any] = {
+            "keeper": self._keeper.name,
+            "attempt": plan.attempt,
+            "node": round_.node,
+            "nodes": round_.nodes,
+        }
+        told = to_environment(replace(self._launch.settings, **own))
+        # Said even where they are the defaults: the agent's own environment may hold others.
+        return told | {variable(name): str(value) for name, value in own.items()}
+
+
+def combine(ends: dict[int, NodeEnd], nodes: int) -> AttemptEnd:
+    """The end of an attempt from what its nodes said; a node that said nothing is lost."""
+    said = list(ends.values())
+    return AttemptEnd(
+        workers=tuple(worker for end in said for worker in end.worker_ends()),
+        restored=max((end.restored for end in said), default=-1),
+        reached=max((end.reached for end in said), default=-1),
+        attached=any(end.attached for end in said),
+        finished=any(end.finished for end in said),
+        fatal=_first(end.fatal for end in said),
+        stopped_by=_first(end.stopped_by for end in said),
+        members_changed=any(end.members_changed for end in said),
+        lost_nodes=tuple(node for node in range(nodes) if node not in ends),
+    )
+
+
+def exit_code_of(error: EverstepError) -> int:
+    """The exit code of a run that ``error`` prevents."""
+    if isinstance(error, JobOwned):
+        return exits.OWNED
+    return exits.USAGE if error.blame == "user" else exits.FAILED
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _environment() -> dict[str, str]:
+    """What R4 warns about where it changed: recorded with the attempt's branch."""
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }

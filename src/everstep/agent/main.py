@@ -1,0 +1,61 @@
+"""``everstep run`` from its arguments to its exit code.
+
+Owns: reading the command line, and saying an error that prevents the run. Called by: cli.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from everstep.agent.flags import Launch, parse
+from everstep.agent.loop import Agent, exit_code_of
+from everstep.agent.record import Recorder
+from everstep.agent.signals import Signals
+from everstep.core.settings import variable
+from everstep.errors import EverstepError
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a job as the command line says; its exit code (:mod:`everstep.core.exits`)."""
+    try:
+        launch = _with_absolute_events(parse(arguments, os.environ))
+    except EverstepError as error:
+        print(f"everstep run: {error}", file=sys.stderr)
+        return exit_code_of(error)
+    # Workers inherit this from torchrun's agent too.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.config.signals_to_handle
+    settings = launch.settings
+    record = Recorder(settings.job, settings.events)
+    with Signals(launch.config.signals_to_handle) as signals:
+        try:
+            agent = Agent(launch, signals, record)
+            _greet(launch, record)
+            return agent.run()
+        except EverstepError as error:
+            code = exit_code_of(error)
+            record.say("job.stopped", str(error), level="error", exit_code=code, error=error.code)
+            return code
+
+
+def _greet(launch: Launch, record: Recorder) -> None:
+    settings = launch.settings
+    made = "" if launch.job_given else " (named after the script and its arguments)"
+    record.say(
+        "job.started",
+        f"job {settings.job}{made} in {settings.store}. It goes on from its newest state; "
+        "to start afresh: --resume never, or another --job.",
+        store=settings.store, resume=settings.resume, agent_pid=os.getpid(),
+    )  # fmt: skip
+
+
+def _with_absolute_events(launch: Launch) -> Launch:
+    # The keeper stands in the agent's folder, but a worker may change its own.
+    events = launch.settings.events
+    if not events:
+        return launch
+    settings = replace(launch.settings, events=os.path.abspath(events))
+    os.environ[variable("events")] = settings.events
+    return replace(launch, settings=settings)

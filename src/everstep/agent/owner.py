@@ -1,0 +1,174 @@
+"""This agent's right to run the job: owner, claims, and seeing that another took over (S6).
+
+Owns: the agent's identity, its record in the store, and the thread that renews it. Never does:
+stop the job (the loop does, when :attr:`Owner.lost` says why). Called by: the leading agent's loop.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+
+from everstep.agent.record import Recorder
+from everstep.core.clock import SystemClock
+from everstep.core.settings import Settings
+from everstep.errors import CommitRefused, JobOwned, StoreError
+from everstep.store import attempts
+from everstep.store import settings as store_settings
+from everstep.store.attempts import RENEW_SECONDS, OwnerIdentity
+from everstep.store.backends import open_backend
+from everstep.store.folder import Folder
+
+RETRY_SECONDS = 1.0
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+
+
+class Owner:
+    """``lost`` says why this agent may not go on, empty while it may. :meth:`fileno` becomes
+    readable at that moment."""
+
+    def __init__(self, settings: Settings, record: Recorder) -> None:
+        self._settings = settings
+        self._record = record
+        self._identity = identity(settings.job)
+        self._folder: Folder | None = None
+        self._attempt = 0
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC)
+        self.lost = ""
+
+    def fileno(self) -> int:
+        return self._event
+
+    def claim(self) -> int:
+        """Allocate the next attempt's number. Raises :class:`JobOwned` where another live agent
+        runs the job, :class:`StoreError` where the store cannot be used at the first claim.
+
+        Later the store may be away for a while: then this waits for it, because nothing of an
+        attempt may be written before its claim.
+        """
+        if self._folder is None:
+            folder = _open(self._settings)
+            attempts.acquire_owner(folder, self._identity, is_alive=is_alive)
+            self._folder = folder
+            self._attempt = attempts.claim(folder, self._identity)
+        else:
+            self._attempt = self._claim_again(self._folder)
+        self._record.attempt = self._attempt
+        self._record.say(
+            "job.claimed", f"attempt {self._attempt} claimed", level="debug",
+            agent=self._identity.agent,
+        )  # fmt: skip
+        self._begin_renewing(self._folder)
+        return self._attempt
+
+    def release(self) -> None:
+        """Let the job go, so that the next agent need not wait."""
+        self._stop_renewing()
+        if self._folder is not None and not self.lost:
+            try:
+                attempts.release_owner(self._folder, self._identity)
+            except StoreError as error:
+                # Nothing is owed to anybody here: the record goes stale by itself.
+                self._record.say("job.not_released", str(error), level="debug")
+
+    def close(self) -> None:
+        self._stop_renewing()
+        os.close(self._event)
+
+    def _claim_again(self, folder: Folder) -> int:
+        told = False
+        while True:
+            try:
+                attempts.renew_owner(folder, self._identity, attempt=self._attempt)
+                attempts.check_claim(folder, self._attempt, (self._identity.agent,))
+                return attempts.claim(folder, self._identity)
+            except CommitRefused as fenced:
+                raise JobOwned(fenced.what, hint=fenced.hint) from fenced
+            except StoreError as error:
+                if not error.retryable:
+                    raise
+                if not told:
+                    self._say_unreachable(error, "the restart waits for it")
+                told = True
+            time.sleep(RETRY_SECONDS)
+
+    def _begin_renewing(self, folder: Folder) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._renew_until_closed, args=(folder,), name="everstep-owner", daemon=True
+            )
+            self._thread.start()
+
+    def _stop_renewing(self) -> None:
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+            self._thread = None
+
+    def _renew_until_closed(self, folder: Folder) -> None:
+        reachable = True
+        while not self._closing.wait(RENEW_SECONDS):
+            try:
+                attempts.renew_owner(folder, self._identity, attempt=self._attempt)
+                attempts.check_claim(folder, self._attempt, (self._identity.agent,))
+            except (JobOwned, CommitRefused) as fenced:
+                self.lost = str(fenced)
+                os.eventfd_write(self._event, 1)
+                return
+            except StoreError as error:
+                if reachable:
+                    self._say_unreachable(error, "training goes on")
+                reachable = False
+            else:
+                reachable = True
+
+    def _say_unreachable(self, error: StoreError, so: str) -> None:
+        self._record.say(
+            "store.unreachable", f"the store cannot be reached; {so}: {error}", level="warning",
+            error=error.code,
+        )  # fmt: skip
+
+
+def identity(job: str) -> OwnerIdentity:
+    """This process, exactly."""
+    host, pid = _host(), os.getpid()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    agent = f"{job}-{host}-{pid}-{secrets.token_hex(4)}"
+    started = _started(pid)
+    assert started is not None, "this process has no entry in /proc"
+    return OwnerIdentity(agent, host, boot, pid, started)
+
+
+def is_alive(other: OwnerIdentity) -> bool:
+    """Whether that process of this host and boot still runs."""
+    return _started(other.pid) == other.started
+
+
+def _host() -> str:
+    # Pids mean nothing in another pid namespace: two containers that share a host name must not
+    # take each other's processes for dead.
+    space = os.stat("/proc/self/ns/pid").st_ino
+    name = socket.gethostname()
+    return name if space == _FIRST_PID_NAMESPACE else f"{name}#{space}"
+
+
+def _started(pid: int) -> int | None:
+    """When the process began, in clock ticks since boot; None where it is dead."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name may hold blanks and parentheses; the fields after it are counted from state = 0.
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
+
+
+def _open(settings: Settings) -> Folder:
+    backend = open_backend(settings.store, create=True, clock=SystemClock())
+    return Folder(backend, settings.job, store_settings.create(backend, store_settings.make()))

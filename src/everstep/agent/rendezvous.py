@@ -1,0 +1,335 @@
+"""How the nodes of a job meet, learn their ranks, and tell each other how an attempt ended.
+
+Owns: torch's rendezvous handler and the keys everstep keeps in its store. Never does: start
+workers, decide. Called by: the loop.
+
+One round is one attempt. All of a round's keys stand under a prefix of their own, so nothing that
+an earlier attempt wrote is ever read. The node of group rank 0 leads: it alone claims and decides.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not re-exported
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
+
+from everstep.agent.decide import WorkerEnd
+from everstep.errors import AgentError
+
+POLL_SECONDS = 0.005
+GATHER_SECONDS = 60.0
+"""For the agents of a round to say what they are: each has just come out of the rendezvous."""
+PLAN_SECONDS = 300.0
+"""For the leader to claim the attempt in the store and to begin it at its keeper."""
+LEADER_SECONDS = 60.0
+"""For the leader's decision, once this node's workers have ended and a failure is known."""
+
+_NODE, _PLAN, _FAILED, _END, _DECISION = "node/", "plan", "failed", "end/", "decision"
+_PARTED = "parted/"
+_STATIC_ROUND = "everstep/round"
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class NodeEntry(msgspec.Struct, frozen=True):
+    """What an agent says of its node when it enters a round."""
+
+    role: str
+    workers: int
+    host: str
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the leader says to all nodes before workers start. ``nodes`` is in group rank order;
+    ``coordinator`` is (host, port) of its keeper. With ``exit_code`` the round ends instead."""
+
+    nodes: tuple[NodeEntry, ...] = ()
+    attempt: int = 0
+    restarts: int = 0
+    expected: bool = False
+    master_addr: str = ""
+    master_port: int = 0
+    coordinator: tuple[str, int] | None = None
+    token: str = ""
+    exit_code: int | None = None
+    reason: str = ""
+
+    def ranks_of_node(self) -> tuple[tuple[int, ...], ...]:
+        """Global ranks, node by node: consecutive, in group rank order."""
+        found, first = [], 0
+        for entry in self.nodes:
+            found.append(tuple(range(first, first + entry.workers)))
+            first += entry.workers
+        return tuple(found)
+
+    def role_ranks(self, node: int) -> tuple[tuple[int, ...], int]:
+        """The role ranks of a node's workers, and the size of their role in the job."""
+        role = self.nodes[node].role
+        before = sum(entry.workers for entry in self.nodes[:node] if entry.role == role)
+        size = sum(entry.workers for entry in self.nodes if entry.role == role)
+        return tuple(range(before, before + self.nodes[node].workers)), size
+
+
+class NodeEnd(msgspec.Struct, frozen=True):
+    """How a node's workers ended, and what its agent learnt from its keeper."""
+
+    workers: tuple[tuple[int, int, bool], ...] = ()
+    restored: int = -1
+    reached: int = -1
+    attached: bool = False
+    finished: bool = False
+    fatal: tuple[int, str] | None = None
+    stopped_by: int | None = None
+    members_changed: bool = False
+
+    def worker_ends(self) -> tuple[WorkerEnd, ...]:
+        return tuple(WorkerEnd(*worker) for worker in self.workers)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The leader's decision: ``exit_code`` None means the next round."""
+
+    exit_code: int | None
+    reason: str
+    warning: str = ""
+
+
+class Round:
+    """One meeting of the nodes. ``node`` is this agent's group rank, ``nodes`` how many met."""
+
+    def __init__(self, store: Store, node: int, nodes: int, addr: str, port: int) -> None:
+        self._store = store
+        self.node = node
+        self.nodes = nodes
+        self.master_addr = addr
+        self.master_port = port
+
+    @property
+    def leads(self) -> bool:
+        return self.node == 0
+
+    # -- before workers start
+
+    def enter(self, entry: NodeEntry) -> None:
+        self._put(f"{_NODE}{self.node}", entry)
+
+    def gather(self) -> tuple[NodeEntry, ...]:
+        """What all nodes said, in group rank order."""
+        deadline = time.monotonic() + GATHER_SECONDS
+        return tuple(self._await(f"{_NODE}{k}", NodeEntry, deadline) for k in range(self.nodes))
+
+    def publish(self, plan: Plan) -> None:
+        self._put(_PLAN, plan)
+
+    def plan(self) -> Plan:
+        return self._await(_PLAN, Plan, time.monotonic() + PLAN_SECONDS)
+
+    # -- while and after they run
+
+    def say_failed(self) -> None:
+        """Tell the other nodes that this attempt is over."""
+        self._store.set(_FAILED, str(self.node))
+
+    def failed(self) -> bool:
+        return bool(self._store.check([_FAILED]))
+
+    def say_ended(self, end: NodeEnd) -> None:
+        self._put(f"{_END}{self.node}", end)
+
+    def ended(self) -> dict[int, NodeEnd]:
+        """The nodes that said how they ended."""
+        keys = {k: f"{_END}{k}" for k in range(self.nodes)}
+        return {
+            k: msgspec.json.decode(self._store.get(key), type=NodeEnd)
+            for k, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def say_decision(self, verdict: Verdict) -> None:
+        self._put(_DECISION, verdict)
+
+    def say_parted(self) -> None:
+        """Tell the leader, whose process holds the store, that this node has read everything."""
+        self._store.set(f"{_PARTED}{self.node}", "")
+
+    def all_parted(self) -> bool:
+        return bool(self._store.check([f"{_PARTED}{k}" for k in range(1, self.nodes)]))
+
+    def decision(self) -> Verdict | None:
+        if not self._store.check([_DECISION]):
+            return None
+        return msgspec.json.decode(self._store.get(_DECISION), type=Verdict)
+
+    def _put(self, key: str, record: msgspec.Struct) -> None:
+        self._store.set(key, msgspec.json.encode(record).decode())
+
+    def _await(self, key: str, record: type[R], deadline: float) -> R:
+        # Polled and not waited for in C++, where the agent's signal handlers would not run.
+        while not self._store.check([key]):
+            if time.monotonic() >= deadline:
+                raise AgentError(
+                    f"node {self.node}: no other agent wrote {key!r} into the rendezvous in time.",
+                    hint="An agent of the job died or hangs; start the job again on all nodes.",
+                )
+            time.sleep(POLL_SECONDS)
+        return msgspec.json.decode(self._store.get(key), type=record)
+
+
+class Meeting:
+    """torch's rendezvous for as long as this agent lives."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._handler = _handler(config)
+        self.alone = config.max_nodes == 1
+        self._static = self._handler.get_backend() == "static"
+        self._first: Round | None = None
+        self._rounds = 0
+        self._server: TCPStore | None = None
+        self._base: Store | None = None
+
+    @property
+    def run_id(self) -> str:
+        return str(self._handler.get_run_id())
+
+    @property
+    def use_agent_store(self) -> bool:
+        return bool(self._handler.use_agent_store)
+
+    def next(self) -> Round:
+        """Meet the other nodes. Raises :class:`AgentError` where they do not come in time."""
+        if self.alone and self._first is not None:
+            return self._again(self._first)
+        try:
+            met = self._handler.next_rendezvous()
+        except (RendezvousError, RuntimeError, TimeoutError) as bad:
+            raise AgentError(
+                f"the nodes could not meet at {self._config.rdzv_endpoint or 'the rendezvous'}: "
+                f"{bad}.",
+                hint="Check --rdzv-endpoint or --master-addr, and that all agents are started.",
+            ) from bad
+        info = met.bootstrap_store_info
+        assert info is not None, "torch's handlers always give the bootstrap address"
+        store = PrefixStore(f"everstep/{self._number(met.store, met.rank)}", met.store)
+        round_ = Round(store, met.rank, met.world_size, info.master_addr, info.master_port)
+        self._base = met.store
+        if round_.leads and self._rounds > 0:
+            self._fresh_port(round_)
+        if round_.leads:
+            # torch writes these keys in its first round alone; a node that joins later waits for
+            # them inside its own first round.
+            RendezvousStoreInfo.build(0, met.store, round_.master_addr, round_.master_port)
+        self._rounds += 1
+        self._first = self._first or round_
+        return round_
+
+    def members_wait(self) -> bool:
+        """Whether a node waits to be let in."""
+        return not self.alone and self._handler.num_nodes_waiting() > 0
+
+    def leave(self, *, for_good: bool) -> None:
+        """Part. ``for_good`` closes the rendezvous for every other agent too."""
+        if for_good:
+            self._handler.shutdown()
+
+    def _again(self, first: Round) -> Round:
+        assert self._base is not None
+        store = PrefixStore(f"everstep/{self._rounds}", self._base)
+        round_ = Round(store, first.node, first.nodes, first.master_addr, 0)
+        self._fresh_port(round_)
+        self._rounds += 1
+        return round_
+
+    def _number(self, store: Store, node: int) -> int:
+        """What tells this round's keys from those of the rounds before.
+
+        torch's dynamic rendezvous gives each round a prefix already; the static one has a single
+        store, so there the leader counts in it.
+        """
+        if not self._static or self.alone:
+            return 0
+        if node == 0:
+            store.set(_STATIC_ROUND, str(self._rounds))
+            return self._rounds
+        if self._rounds == 0:
+            self._rounds = self._rejoin(store, node)
+        return self._rounds
+
+    def _rejoin(self, store: Store, node: int) -> int:
+        """The round that a new agent of this node enters: an agent before it that was in the
+        current round is dead, so that round is over."""
+        current = int(store.get(_STATIC_ROUND))
+        entered = PrefixStore(f"everstep/{current}", store)
+        if not entered.check([f"{_NODE}{node}"]):
+            return current
+        entered.set(_FAILED, str(node))
+        if not poll(lambda: int(store.get(_STATIC_ROUND)) > current, PLAN_SECONDS):
+            raise AgentError(
+                f"node {node}: the leader did not begin another attempt.",
+                hint="Its agent died or hangs; start the job again on all nodes.",
+            )
+        return int(store.get(_STATIC_ROUND))
+
+    def _fresh_port(self, round_: Round) -> None:
+        """A new store for the workers of this attempt: in the last one's, torch would find the
+        addresses of processes that are dead."""
+        self._server = None
+        if self.use_agent_store:
+            self._server = TCPStore(
+                round_.master_addr, 0, is_master=True, multi_tenant=True,
+                wait_for_workers=False, timeout=timedelta(seconds=60),
+            )  # fmt: skip
+            round_.master_port = self._server.port
+        else:
+            round_.master_port = _free_port()
+
+
+def poll(ready: Callable[[], bool], seconds: float) -> bool:
+    """Wait until ``ready`` says so, for at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _handler(config: LaunchConfig) -> RendezvousHandler:
+    try:
+        return get_rendezvous_handler(
+            RendezvousParameters(
+                backend=config.rdzv_backend, endpoint=config.rdzv_endpoint,
+                run_id=config.run_id, min_nodes=config.min_nodes, max_nodes=config.max_nodes,
+                local_addr=config.local_addr, **config.rdzv_configs,
+            )
+        )  # fmt: skip
+    except (RendezvousError, RuntimeError, ValueError) as bad:
+        raise AgentError(
+            f"the rendezvous {config.rdzv_backend!r} at {config.rdzv_endpoint!r} cannot be "
+            f"used: {bad}.",
+            hint="Check --rdzv-backend and --rdzv-endpoint (or --master-addr, --master-port).",
+        ) from bad
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,70 @@
+"""The failures of an attempt as torchrun's users know them: the root-cause block.
+
+Owns: reading the workers' error files and the order of failures. Never does: start or stop
+anything. Called by: workers (one failure at a time), the loop (the block, at the end).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    get_error_handler,
+)
+
+STOPPED = "stopped by everstep after the first failure"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker's end that was no success. ``seen`` orders failures: when its error was written,
+    else when its exit was seen (seconds since the epoch)."""
+
+    rank: int
+    seen: float
+    process: ProcessFailure
+
+
+def failure(
+    *, rank: int, local_rank: int, pid: int, code: int, error_file: str, now: float, ours: bool
+) -> Failure:
+    """The failure of one worker with what its error file says."""
+    try:
+        process = ProcessFailure(local_rank, pid, code, error_file)
+    except (ValueError, KeyError, TypeError):  # torn: the worker died while it wrote the file
+        process = ProcessFailure(local_rank, pid, code, "")
+        process.message = f"the error file {error_file} is incomplete. {process.message}"
+    if ours and not _wrote(process):
+        process.message = STOPPED
+    seen = os.stat(process.error_file).st_mtime if _wrote(process) else now
+    return Failure(rank, seen, process)
+
+
+def block(name: str, failures: list[Failure]) -> str:
+    """torchrun's block: all failures, and the first observed one as the root cause."""
+    return str(_error(name, failures))
+
+
+def tell(name: str, failures: list[Failure], stream: TextIO | None = None) -> None:
+    """Print the block, and hand the root cause's error file up where a launcher above asks."""
+    print(block(name, failures), file=stream or sys.stderr, flush=True)
+    _, root = _error(name, failures).get_first_failure()
+    if _wrote(root) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        handler = get_error_handler()
+        handler.dump_error_file(root.error_file, root.exitcode)
+
+
+def _error(name: str, failures: list[Failure]) -> ChildFailedError:
+    # Failures that everstep caused come last: they are never the root (F2). Of those in the same
+    # second, of which torch's block takes the first, the one seen first is the first.
+    ordered = sorted(failures, key=lambda f: (f.process.message == STOPPED, f.seen))
+    return ChildFailedError(name, {f.rank: f.process for f in ordered})
+
+
+def _wrote(process: ProcessFailure) -> bool:
+    return os.path.isfile(process.error_file)

@@ -1,0 +1,248 @@
+"""One attempt while it runs on this node: from started workers to the last one's end.
+
+Owns: waiting for whatever comes first, and when the survivors are killed. Never does: decide
+what follows. Called by: the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import signal
+import time
+
+from everstep.agent.decide import WorkerEnd, describe, peaceful
+from everstep.agent.keeper import NodeKeeper
+from everstep.agent.owner import Owner
+from everstep.agent.record import Recorder
+from everstep.agent.rendezvous import Meeting, NodeEnd, Round
+from everstep.agent.signals import Signals
+from everstep.agent.workers import Workers
+from everstep.core import exits
+from everstep.core.events import Event
+from everstep.errors import KeeperError
+from everstep.keeper.wire import Fatal, Report
+
+EVIDENCE_SECONDS = 0.3
+"""After a worker failed by itself: what the others say of it in this time is kept."""
+PARTING_SECONDS = 10.0
+"""After the job finished or a worker was told to end it: for the others to end by themselves."""
+LISTEN_SECONDS = 0.1
+"""Between two looks at what other nodes say."""
+
+
+class Learnt:
+    """What the keeper's messages tell of one attempt."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self.restored = -1
+        self.reached = -1
+        self.attached = False
+        self.finished = False
+        self.fatal: tuple[int, str] | None = None
+
+    def hear(self, message: Report | Fatal) -> None:
+        if isinstance(message, Fatal):
+            self.attached = True
+            self.fatal = self.fatal or (message.exit_code, f"rank {message.rank}: {message.what}")
+        elif message.event.attempt in (0, self._record.attempt):
+            self._learn(message.event)
+            self._record.relay(message.event)
+
+    def _learn(self, event: Event) -> None:
+        self.attached = self.attached or event.source == "worker"
+        step = -1 if event.step is None else event.step
+        if event.kind == "restore.elected":
+            self.attached = True
+            self.restored = max(self.restored, step)
+        elif event.kind == "snapshot.complete":
+            self.attached = True
+            self.reached = max(self.reached, step)
+        elif event.kind == "job.finished":
+            self.finished = True
+
+
+class Watch:
+    """Runs one attempt to its end on this node. The owner's loss ends it at once."""
+
+    def __init__(
+        self,
+        *,
+        round_: Round,
+        meeting: Meeting,
+        workers: Workers,
+        keeper: NodeKeeper,
+        learnt: Learnt,
+        signals: Signals,
+        record: Recorder,
+        grace: float,
+        shutdown: float,
+        owner: Owner,
+    ) -> None:
+        self._round = round_
+        self._meeting = meeting
+        self._workers = workers
+        self._keeper = keeper
+        self._learnt = learnt
+        self._signals = signals
+        self._record = record
+        self._grace = grace
+        self._shutdown = shutdown
+        self._owner = owner
+        self._kill_at = math.inf
+        self._why = ""
+        self._told = False
+        self._next_look = 0.0
+        self._next_keeper = math.inf
+        self._stopped_by: int | None = None
+        self._members_changed = False
+
+    def run(self) -> NodeEnd:
+        """Until every worker of this node has ended and the other nodes' fate is known."""
+        while self._workers.running:
+            self._wait()
+            self._look()
+        self._record.say(
+            "workers.ended", "all workers of this node have ended", level="debug",
+            detail=self._why,
+        )  # fmt: skip
+        return self.end()
+
+    def end(self) -> NodeEnd:
+        """What this node has to say of the attempt."""
+        learnt = self._learnt
+        return NodeEnd(
+            workers=tuple((w.rank, w.code, w.by_everstep) for w in self._workers.ended),
+            restored=learnt.restored, reached=learnt.reached, attached=learnt.attached,
+            finished=learnt.finished, fatal=learnt.fatal, stopped_by=self._stopped_by,
+            members_changed=self._members_changed,
+        )  # fmt: skip
+
+    # -- waiting
+
+    def _wait(self) -> None:
+        waiting = select.poll()
+        for fd in (*self._workers.descriptors, *self._keeper.descriptors, self._owner.fileno()):
+            waiting.register(fd, select.POLLIN)
+        waiting.register(self._signals.fileno(), select.POLLIN)
+        now = time.monotonic()
+        due = min(self._kill_at, self._next_look, self._next_keeper)
+        waiting.poll(max(0.0, due - now) * 1000 if due < math.inf else None)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._hear_keeper(now)
+        for ended in self._workers.collect():
+            self._on_end(ended, now)
+        for number in self._signals.take():
+            self._on_signal(number, now)
+        if self._owner.lost:
+            self._kill(now, "another agent runs the job now")
+        self._look_at_nodes(now)
+        if now >= self._kill_at and self._workers.running:
+            self._kill(now, self._why)
+
+    # -- what happens
+
+    def _on_end(self, ended: WorkerEnd, now: float) -> None:
+        ours = " (sent by everstep)" if ended.by_everstep else ""
+        pid = self._workers.pids[ended.rank]
+        quiet = ended.code == 0 or ended.by_everstep
+        self._record.say(
+            "worker.exited", f"rank {ended.rank} (pid {pid}): {describe(ended.code)}{ours}",
+            level="debug" if quiet else "warning", rank=ended.rank, pid=pid, code=ended.code,
+            signal=describe(ended.code) if ended.code < 0 else "", by_everstep=ended.by_everstep,
+        )  # fmt: skip
+        if ended.by_everstep or ended.code == 0:
+            return
+        if peaceful(ended.code):
+            self._kill_by(now + self._grace, f"rank {ended.rank} ended the job")
+        elif self._learnt.finished:
+            self._kill_by(now + PARTING_SECONDS, "the job finished")
+        elif ended.code in exits.FINAL or self._learnt.fatal:
+            self._kill_by(now + EVIDENCE_SECONDS, f"rank {ended.rank} ended the job")
+        elif self._stopped_by is None:
+            # A signal from outside is its own evidence; an error may have a cause elsewhere,
+            # which the other ranks are about to tell.
+            wait = 0.0 if ended.code < 0 else EVIDENCE_SECONDS
+            self._kill_by(now + wait, f"rank {ended.rank} failed")
+            self._tell_nodes()
+
+    def _on_signal(self, number: signal.Signals, now: float) -> None:
+        if self._stopped_by is not None:
+            self._kill(now, f"a second signal, {number.name}")
+            return
+        self._stopped_by = int(number)
+        preempted = number == signal.SIGTERM and self._learnt.attached and self._keeper.attached
+        self._record.say(
+            "signal.received", f"{number.name}: stopping", signal=number.name, preempted=preempted
+        )
+        if preempted:
+            self._keeper.preempt(self._grace)
+            self._kill_by(now + self._grace, f"{number.name}, and the grace period is over")
+        else:
+            self._workers.kill(number)
+            self._kill_by(now + self._shutdown, f"{number.name}, and the shutdown time is over")
+
+    def _hear_keeper(self, now: float) -> None:
+        try:
+            self._keeper.pump()
+        except KeeperError as lost:
+            self._record.say("keeper.lost", f"the keeper was lost: {lost.what}", level="warning")
+            self._keeper.lost()
+            self._next_keeper = now
+        if not self._keeper.attached and now >= self._next_keeper:
+            self._bring_back(now)
+
+    def _bring_back(self, now: float) -> None:
+        if self._keeper.recover():
+            self._next_keeper = math.inf
+            self._record.say(
+                "keeper.started", f"a new keeper (pid {self._keeper.pid}) took over its memory",
+                pid=self._keeper.pid, adopted=False,
+            )  # fmt: skip
+            return
+        self._next_keeper = now + 5.0
+        self._record.say(
+            "keeper.unreachable",
+            f"no keeper could be started: training goes on, nothing is saved. See "
+            f"{self._keeper.log}",
+            level="error",
+        )
+
+    def _look_at_nodes(self, now: float) -> None:
+        if self._round.nodes == 1 and self._meeting.alone:
+            self._next_look = math.inf
+            return
+        if now < self._next_look:
+            return
+        self._next_look = now + LISTEN_SECONDS
+        if not self._told and self._round.failed():
+            self._told = True
+            self._kill_by(now, "a worker of another node failed")
+        elif not self._told and self._meeting.members_wait():
+            self._members_changed = True
+            self._tell_nodes()
+            self._kill_by(now, "a node waits to join")
+
+    # -- what is done
+
+    def _tell_nodes(self) -> None:
+        if not self._told:
+            self._told = True
+            self._round.say_failed()
+
+    def _kill_by(self, when: float, why: str) -> None:
+        if when < self._kill_at:
+            self._kill_at, self._why = when, why
+
+    def _kill(self, now: float, why: str) -> None:
+        del now
+        self._kill_at = math.inf
+        pids = self._workers.kill(signal.SIGKILL)
+        if pids:
+            self._record.say(
+                "workers.killed", f"{why}: killed {len(pids)} other worker(s) of this node",
+                level="debug", pids=pids, signal="SIGKILL", reason=why,
+            )  # fmt: skip

@@ -1,0 +1,245 @@
+"""The workers of one attempt on this node.
+
+Owns: starting them with torchrun's environment, seeing each end at once, killing them with all
+their children. Never does: decide. Called by: the loop.
+
+Ends are waited for on pidfds and read without reaping: while a dead worker is a zombie its
+process group cannot be given to another, so killing the group's leftovers (data loader workers)
+hits nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from string import Template
+
+from torch.distributed.elastic.multiprocessing import PContext, SubprocessContext, start_processes
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.launcher.api import LaunchConfig
+
+from everstep.agent.decide import WorkerEnd
+from everstep.agent.report import Failure, failure
+from everstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this node's workers stand in the job: what torchrun's agent works out from the
+    rendezvous. ``ranks`` and ``role_ranks`` are those of the local ranks, in order."""
+
+    node: int
+    nodes: int
+    ranks: tuple[int, ...]
+    role_ranks: tuple[int, ...]
+    world_size: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    restarts: int
+    max_restarts: int
+    run_id: str
+    use_agent_store: bool
+
+
+def environment_of(local_rank: int, place: Place, config: LaunchConfig) -> dict[str, str]:
+    """What torchrun adds to a worker's environment, TORCHELASTIC_ERROR_FILE excepted (the log
+    specification adds that)."""
+    added = {
+        "RANK": str(place.ranks[local_rank]),
+        "GROUP_RANK": str(place.node),
+        "ROLE_RANK": str(place.role_ranks[local_rank]),
+        "ROLE_NAME": config.role,
+        "LOCAL_WORLD_SIZE": str(len(place.ranks)),
+        "WORLD_SIZE": str(place.world_size),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.use_agent_store),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return added | _device_environment(local_rank, config)
+
+
+class Workers:
+    """Started workers. ``ended`` grows by one record for each that :meth:`collect` saw end."""
+
+    def __init__(self, context: PContext, place: Place) -> None:
+        self._context = context
+        self._place = place
+        self._callable = not isinstance(context, SubprocessContext)
+        self._fds = {rank: os.pidfd_open(pid) for rank, pid in context.pids().items()}
+        self._killed: set[int] = set()
+        self.ended: list[WorkerEnd] = []
+        self.failures: list[Failure] = []
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Global rank to pid."""
+        return {self._place.ranks[local]: pid for local, pid in self._context.pids().items()}
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Pidfds of those that were not yet seen to end."""
+        return list(self._fds.values())
+
+    @property
+    def running(self) -> bool:
+        return bool(self._fds)
+
+    def collect(self) -> list[WorkerEnd]:
+        """The workers whose end was not yet seen, first come first."""
+        if self._callable and not self._killed:
+            self._context.wait(0)  # functions wait for each other's return, which only this tells
+        new = []
+        for local_rank in list(self._fds):
+            code = _exit_code(self._fds[local_rank])
+            if code is not None:
+                new.append(self._note(local_rank, code))
+        self.ended += new
+        return new
+
+    def kill(self, number: signal.Signals) -> list[int]:
+        """Send ``number`` to every worker that runs, and to its children; their pids."""
+        hit = [local_rank for local_rank in self._fds if _send(self._pid(local_rank), number)]
+        self._killed.update(hit)
+        return [self._pid(local_rank) for local_rank in hit]
+
+    def close(self) -> None:
+        """Reap. Every worker must have ended."""
+        assert not self._fds, "closed while workers run"
+        self._context.close(signal.SIGKILL)
+
+    def _pid(self, local_rank: int) -> int:
+        return self._context.pids()[local_rank]
+
+    def _note(self, local_rank: int, code: int) -> WorkerEnd:
+        pid, rank = self._pid(local_rank), self._place.ranks[local_rank]
+        _send(pid, signal.SIGKILL)  # what it left running in its group
+        os.close(self._fds.pop(local_rank))
+        ours = code < 0 and local_rank in self._killed
+        if code != 0:
+            self.failures.append(
+                failure(
+                    rank=rank, local_rank=local_rank, pid=pid, code=code, now=time.time(),
+                    error_file=self._context.error_files[local_rank], ours=ours,
+                )
+            )  # fmt: skip
+        return WorkerEnd(rank, code, ours)
+
+
+def start(
+    config: LaunchConfig,
+    entrypoint: str | Callable[..., object],
+    arguments: tuple[str, ...],
+    place: Place,
+    extra: dict[str, str],
+) -> Workers:
+    """Start this node's workers; ``extra`` is added to each one's environment."""
+    locals_ = range(len(place.ranks))
+    envs = {rank: environment_of(rank, place, config) | extra for rank in locals_}
+    args = {rank: tuple(macros.substitute(list(arguments), str(rank))) for rank in locals_}
+    prefixes = _prefixes(config, place)
+    assert config.logs_specs is not None, "torchrun's configuration always has one"
+    logs_specs = config.logs_specs
+    sys.stdout.flush()
+    return Workers(
+        _outside_main_thread(
+            lambda: start_processes(
+                name=config.role, entrypoint=entrypoint, args=args, envs=envs,
+                logs_specs=logs_specs, log_line_prefixes=prefixes,
+                start_method=config.start_method, numa_options=config.numa_options,
+                duplicate_stdout_filters=config.duplicate_stdout_filters,
+                duplicate_stderr_filters=config.duplicate_stderr_filters,
+            )
+        ),
+        place,
+    )  # fmt: skip
+
+
+def _outside_main_thread(make: Callable[[], PContext]) -> PContext:
+    """Call ``make`` in a thread: in the main one torch would replace the agent's handlers."""
+    made: list[PContext | BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            made.append(error)
+
+    with _quiet("torch.distributed.elastic.multiprocessing.api"):
+        thread = threading.Thread(target=run, name="everstep-start")
+        thread.start()
+        thread.join()
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    # torch warns that no handlers were set and workers may be orphaned: the agent has its own.
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _exit_code(pidfd: int) -> int | None:
+    """The exit code, negative for a signal, of a child that may still run; it is not reaped."""
+    seen = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if seen is None:
+        return None
+    return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+
+def _send(pid: int, number: signal.Signals) -> bool:
+    """Signal the process and, where it leads a group of its own, the whole group."""
+    try:
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        # Gone, or (killpg on a group of zombies alone on some kernels) nothing left to signal.
+        return False
+    return True
+
+
+def _device_environment(local_rank: int, config: LaunchConfig) -> dict[str, str]:
+    """LOCAL_RANK, and the visible device where ``--virtual-local-rank`` hides the others."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not config.virtual_local_rank:
+        kept = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        return {"LOCAL_RANK": str(local_rank)} | kept
+    devices = [str(n) for n in range(local_rank + 1)] if visible is None else visible.split(",")
+    if local_rank >= len(devices):
+        raise UsageError(
+            f"local rank {local_rank} has no device: CUDA_VISIBLE_DEVICES={visible}.",
+            hint="Give at least as many devices as --nproc-per-node.",
+        )
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[local_rank].strip()}
+
+
+def _prefixes(config: LaunchConfig, place: Place) -> dict[int, str] | None:
+    if not config.log_line_prefix_template:
+        return None
+    template = Template(config.log_line_prefix_template)
+    return {
+        local: template.safe_substitute(role_name=config.role, rank=rank, local_rank=local)
+        for local, rank in enumerate(place.ranks)
+    }
