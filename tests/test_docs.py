@@ -132,3 +132,17 @@ def test_generated_pages_are_up_to_date() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^      ([a-z]+)/ ", text, re.M))
+    rooms = {path.parent.name for path in (ROOT / "src" / "everstep").glob("*/__init__.py")}
+    assert named == rooms
+
+
+def test_ci_runs_the_check_and_the_readmes_test_command() -> None:
+    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert steps[0].startswith("#!")
+    assert [line for line in steps if line.startswith("make")] == ["make check", "make test"]
+    assert "    make test " in (ROOT / "README.md").read_text(encoding="utf-8")
