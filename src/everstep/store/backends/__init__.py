@@ -27,8 +27,8 @@ Condition = Version | Literal["absent"] | None
 SCHEMES: dict[str, str] = {
     "file": "everstep.store.backends.local:open_url",
     "memory": "everstep.store.backends.memory:open_url",
-    "faulty+file": "everstep.testing.backends:open_url",
-    "faulty+memory": "everstep.testing.backends:open_url",
+    "faulty+file": "everstep.testing.faulty:open_url",
+    "faulty+memory": "everstep.testing.faulty:open_url",
 }
 """Scheme to ``module:function`` of ``(url, create, clock) -> Backend``."""
 
