@@ -217,18 +217,23 @@ class NodeKeeper:
 
 def claim_index(settings: Settings) -> tuple[int, socket.socket]:
     """This agent's number on the host: the first whose agent is not alive, so that a new agent
-    adopts the keeper of a dead one. The number is held while the socket is open (the kernel frees
-    the abstract name with the process)."""
+    adopts the keeper of a dead one."""
     index = 0
-    while True:
-        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            lock.bind(f"\0{keeper_name(settings.store, settings.job, index)}/agent")
-        except OSError:
-            lock.close()
-            index += 1
-        else:
-            return index, lock
+    while (lock := hold_index(settings, index)) is None:
+        index += 1
+    return index, lock
+
+
+def hold_index(settings: Settings, index: int) -> socket.socket | None:
+    """Take that number for as long as the socket is open (the kernel frees the abstract name with
+    the process), or None where a living agent has it."""
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lock.bind(f"\0{keeper_name(settings.store, settings.job, index)}/agent")
+    except OSError:
+        lock.close()
+        return None
+    return lock
 
 
 def _listen() -> socket.socket:

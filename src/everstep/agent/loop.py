@@ -5,6 +5,7 @@ Owns: the order of things. Never does: decide (:mod:`everstep.agent.decide`). Ca
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import secrets
@@ -20,7 +21,7 @@ import torch
 from everstep.agent import report, workers
 from everstep.agent.decide import AttemptEnd, Decision, History, decide
 from everstep.agent.flags import UNLIMITED, Launch
-from everstep.agent.keeper import NodeKeeper, claim_index
+from everstep.agent.keeper import NodeKeeper, claim_index, hold_index
 from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import (
@@ -39,8 +40,16 @@ from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
 from everstep.core.settings import to_environment, variable
-from everstep.errors import AgentError, EverstepError, JobOwned, KeeperError
+from everstep.errors import (
+    AgentError,
+    EverstepError,
+    JobOwned,
+    KeeperError,
+    NoRecoveryPoint,
+    RestoreError,
+)
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
+from everstep.store import STALE_SECONDS
 
 T = TypeVar("T")
 
@@ -59,6 +68,7 @@ class Agent:
         self._record = record
         self._history = History()
         self._expected = False
+        self._took_part = False
         self._learnt = Learnt(record)
         self._failures: list[report.Failure] = []
         self._index, self._number_lock = self._own_number()
@@ -108,17 +118,17 @@ class Agent:
         if not self._keeper.attached:
             self._keeper.launch()
         round_ = self._meeting.next()
-        round_.enter(self._entry())
+        round_.enter(self._entry(), keep_ranks=self._meeting.static)
         if round_.leads:
             return round_, self._lead(round_, attempt)
         return round_, self._follow(round_)
 
     def _lead(self, round_: Round, attempt: int) -> Plan:
         try:
-            nodes = round_.gather()
+            self._meeting.refresh_port(round_)
             plan = Plan(
-                nodes=nodes,
-                attempt=attempt or self._owner.claim(),
+                nodes=round_.entries,
+                attempt=attempt or self._owner.claim(patience=self._patience),
                 restarts=self._history.restarts,
                 expected=self._expected,
                 master_addr=round_.master_addr,
@@ -133,7 +143,14 @@ class Agent:
         round_.publish(plan)
         return plan
 
+    @property
+    def _patience(self) -> float:
+        """Seconds for which another owner is waited for: the leader of the attempt before, where
+        there was one and it is not this agent."""
+        return STALE_SECONDS + LEADER_SECONDS if self._took_part else 0.0
+
     def _follow(self, round_: Round) -> Plan:
+        self._owner.release()  # where the node that leads has changed
         plan = round_.plan()
         if plan.exit_code is None:
             self._begin(round_, plan)
@@ -143,6 +160,7 @@ class Agent:
         """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
         self._record.attempt, self._record.node = plan.attempt, round_.node
         self._learnt = Learnt(self._record)
+        self._took_part = True
         begin = self._begin_message(round_, plan)
         try:
             self._attach()
@@ -219,7 +237,10 @@ class Agent:
         try:
             with self._signals.interruptible():
                 round_.say_ended(end)
-                return self._agree_as_leader(round_) if round_.leads else self._obey(round_)
+                decision = self._agree_as_leader(round_) if round_.leads else self._obey(round_)
+                if decision.action == "stop":
+                    self._part(round_)
+                return decision
         except Interrupted:
             return self._interrupted()
         except RuntimeError as gone:  # torch's store: its host, the leader's agent, is dead
@@ -235,8 +256,6 @@ class Agent:
         decision = self._decide(round_.ended(), round_.nodes)
         code = decision.exit_code if decision.action == "stop" else None
         round_.say_decision(Verdict(code, decision.reason, decision.warning))
-        if code is not None:
-            poll(round_.all_parted, PARTING_SECONDS)
         return decision
 
     def _obey(self, round_: Round) -> Decision:
@@ -249,10 +268,16 @@ class Agent:
                 "the leader of the job (node 0) did not say what comes next.",
                 hint="Its agent hangs; start the job again on all nodes.",
             )
-        round_.say_parted()
         if verdict.exit_code is None:
             return Decision("restart", 0, verdict.reason, self._history)
         return Decision("stop", verdict.exit_code, verdict.reason, self._history, verdict.warning)
+
+    @staticmethod
+    def _part(round_: Round) -> None:
+        """One of the agents holds the rendezvous' store: it must not go before all have read."""
+        with contextlib.suppress(RuntimeError):  # it has gone, so all had read
+            round_.say_parted()
+            poll(round_.all_parted, PARTING_SECONDS)
 
     @staticmethod
     def _all_ended(round_: Round) -> bool:
@@ -281,7 +306,7 @@ class Agent:
         if decision.warning:
             self._record.say("job.warning", decision.warning, level="warning")
         quiet = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
-        if self._failures and not quiet:
+        if not quiet and any(not failure.ours for failure in self._failures):
             report.tell(self._launch.name, self._failures)
         self._record.say(
             "job.stopped", f"exit code {decision.exit_code}: {decision.reason}",
@@ -305,18 +330,25 @@ class Agent:
 
     def _own_number(self) -> tuple[int, socket.socket]:
         settings = self._launch.settings
-        index, lock = claim_index(settings)
-        if index > 0 and self._launch.config.max_nodes == 1:
-            lock.close()
+        config = self._launch.config
+        if config.max_nodes == 1:
+            only = 0
+        elif config.rdzv_backend == "static":
+            only = int(config.rdzv_configs["rank"])
+        else:
+            return claim_index(settings)
+        lock = hold_index(settings, only)
+        if lock is None:
             raise JobOwned(
-                f"another agent on this host runs job {settings.job} of {settings.store}.",
+                f"another agent on this host runs node {only} of job {settings.job} in "
+                f"{settings.store}.",
                 hint="Stop it first, or give this run another --job.",
             )
-        return index, lock
+        return only, lock
 
     def _entry(self) -> NodeEntry:
         config = self._launch.config
-        return NodeEntry(config.role, config.nproc_per_node, socket.gethostname())
+        return NodeEntry(config.role, config.nproc_per_node, socket.gethostname(), self._index)
 
     def _place(self, round_: Round, plan: Plan) -> Place:
         role_ranks, role_size = plan.role_ranks(round_.node)
@@ -368,6 +400,10 @@ def exit_code_of(error: EverstepError) -> int:
     """The exit code of a run that ``error`` prevents."""
     if isinstance(error, JobOwned):
         return exits.OWNED
+    if isinstance(error, NoRecoveryPoint):
+        return exits.NO_RECOVERY_POINT
+    if isinstance(error, RestoreError):
+        return exits.REFUSED
     return exits.USAGE if error.blame == "user" else exits.FAILED
 
 

@@ -14,14 +14,9 @@ import time
 from pathlib import Path
 
 from everstep.agent.record import Recorder
-from everstep.core.clock import SystemClock
 from everstep.core.settings import Settings
-from everstep.errors import CommitRefused, JobOwned, StoreError
-from everstep.store import attempts
-from everstep.store import settings as store_settings
-from everstep.store.attempts import RENEW_SECONDS, OwnerIdentity
-from everstep.store.backends import open_backend
-from everstep.store.folder import Folder
+from everstep.errors import CommitRefused, JobOwned, NoRecoveryPoint, ObjectMissing, StoreError
+from everstep.store import RENEW_SECONDS, Job, OwnerIdentity, open_store
 
 RETRY_SECONDS = 1.0
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
@@ -35,7 +30,7 @@ class Owner:
         self._settings = settings
         self._record = record
         self._identity = identity(settings.job)
-        self._folder: Folder | None = None
+        self._job: Job | None = None
         self._attempt = 0
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -45,34 +40,37 @@ class Owner:
     def fileno(self) -> int:
         return self._event
 
-    def claim(self) -> int:
+    def claim(self, *, patience: float = 0.0) -> int:
         """Allocate the next attempt's number. Raises :class:`JobOwned` where another live agent
         runs the job, :class:`StoreError` where the store cannot be used at the first claim.
+        ``patience`` is how many seconds to wait for an owner to let go: the leader before this
+        one, whose node was lost.
 
         Later the store may be away for a while: then this waits for it, because nothing of an
         attempt may be written before its claim.
         """
-        if self._folder is None:
-            folder = _open(self._settings)
-            attempts.acquire_owner(folder, self._identity, is_alive=is_alive)
-            self._folder = folder
-            self._attempt = attempts.claim(folder, self._identity)
+        if self._job is None:
+            job = _open(self._settings)
+            self._acquire(job, time.monotonic() + patience)
+            self._job = job
+            self._attempt = job.claim(self._identity)
         else:
-            self._attempt = self._claim_again(self._folder)
+            self._attempt = self._claim_again(self._job)
         self._record.attempt = self._attempt
         self._record.say(
             "job.claimed", f"attempt {self._attempt} claimed", level="debug",
             agent=self._identity.agent,
         )  # fmt: skip
-        self._begin_renewing(self._folder)
+        self._begin_renewing(self._job)
         return self._attempt
 
     def release(self) -> None:
-        """Let the job go, so that the next agent need not wait."""
+        """Let the job go, so that the next agent (or the next leader) need not wait."""
         self._stop_renewing()
-        if self._folder is not None and not self.lost:
+        job, self._job = self._job, None
+        if job is not None and not self.lost:
             try:
-                attempts.release_owner(self._folder, self._identity)
+                job.release_owner(self._identity)
             except StoreError as error:
                 # Nothing is owed to anybody here: the record goes stale by itself.
                 self._record.say("job.not_released", str(error), level="debug")
@@ -81,13 +79,24 @@ class Owner:
         self._stop_renewing()
         os.close(self._event)
 
-    def _claim_again(self, folder: Folder) -> int:
+    def _acquire(self, job: Job, deadline: float) -> None:
+        while True:
+            try:
+                job.acquire_owner(self._identity, is_alive=is_alive)
+            except JobOwned:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(RETRY_SECONDS)
+            else:
+                return
+
+    def _claim_again(self, job: Job) -> int:
         told = False
         while True:
             try:
-                attempts.renew_owner(folder, self._identity, attempt=self._attempt)
-                attempts.check_claim(folder, self._attempt, (self._identity.agent,))
-                return attempts.claim(folder, self._identity)
+                job.renew_owner(self._identity, attempt=self._attempt)
+                job.check_claim(self._attempt, agents=(self._identity.agent,))
+                return job.claim(self._identity)
             except CommitRefused as fenced:
                 raise JobOwned(fenced.what, hint=fenced.hint) from fenced
             except StoreError as error:
@@ -98,10 +107,11 @@ class Owner:
                 told = True
             time.sleep(RETRY_SECONDS)
 
-    def _begin_renewing(self, folder: Folder) -> None:
+    def _begin_renewing(self, job: Job) -> None:
         if self._thread is None:
+            self._closing.clear()
             self._thread = threading.Thread(
-                target=self._renew_until_closed, args=(folder,), name="everstep-owner", daemon=True
+                target=self._renew_until_closed, args=(job,), name="everstep-owner", daemon=True
             )
             self._thread.start()
 
@@ -111,12 +121,12 @@ class Owner:
             self._thread.join(timeout=5.0)
             self._thread = None
 
-    def _renew_until_closed(self, folder: Folder) -> None:
+    def _renew_until_closed(self, job: Job) -> None:
         reachable = True
         while not self._closing.wait(RENEW_SECONDS):
             try:
-                attempts.renew_owner(folder, self._identity, attempt=self._attempt)
-                attempts.check_claim(folder, self._attempt, (self._identity.agent,))
+                job.renew_owner(self._identity, attempt=self._attempt)
+                job.check_claim(self._attempt, agents=(self._identity.agent,))
             except (JobOwned, CommitRefused) as fenced:
                 self.lost = str(fenced)
                 os.eventfd_write(self._event, 1)
@@ -169,6 +179,16 @@ def _started(pid: int) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-def _open(settings: Settings) -> Folder:
-    backend = open_backend(settings.store, create=True, clock=SystemClock())
-    return Folder(backend, settings.job, store_settings.create(backend, store_settings.make()))
+def _open(settings: Settings) -> Job:
+    """The job in its store, which is made where it is not there yet. Under ``--resume require``
+    it is not: a store that is missing then is one that is not mounted (R5)."""
+    required = settings.resume == "require"
+    try:
+        return open_store(settings.store, create=not required).job(settings.job)
+    except ObjectMissing as missing:
+        if not required:
+            raise
+        raise NoRecoveryPoint(
+            f"--resume require was given, and {missing.what}",
+            hint="Mount it, or check --store; --resume auto starts a new job.",
+        ) from missing

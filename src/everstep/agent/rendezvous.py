@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -49,11 +49,13 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class NodeEntry(msgspec.Struct, frozen=True):
-    """What an agent says of its node when it enters a round."""
+    """What an agent says of its node when it enters a round. ``number`` tells the agents of one
+    host apart: it is that of their keeper."""
 
     role: str
     workers: int
     host: str
+    number: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -111,15 +113,34 @@ class Verdict(msgspec.Struct, frozen=True):
     warning: str = ""
 
 
-class Round:
-    """One meeting of the nodes. ``node`` is this agent's group rank, ``nodes`` how many met."""
+def order(entries: Sequence[NodeEntry]) -> tuple[int, ...]:
+    """Node number of each entry. Entries come in the rendezvous' order, which between agents of
+    one host is that of their pids; there the keepers' numbers count, so that a rank finds its
+    memory again after all agents were started anew. Hosts keep their places."""
+    by_host: dict[str, list[int]] = {}
+    for place, entry in enumerate(entries):
+        by_host.setdefault(entry.host, []).append(place)
+    numbers = [0] * len(entries)
+    for places in by_host.values():
+        in_order = sorted(places, key=lambda place: (entries[place].number, place))
+        for place, member in zip(places, in_order, strict=True):
+            numbers[member] = place
+    return tuple(numbers)
 
-    def __init__(self, store: Store, node: int, nodes: int, addr: str, port: int) -> None:
+
+class Round:
+    """One meeting of the nodes. ``node`` is this agent's number among them (GROUP_RANK), known
+    after :meth:`enter`; ``nodes`` is how many met. Node 0 leads."""
+
+    def __init__(self, store: Store, rank: int, nodes: int, addr: str, port: int) -> None:
         self._store = store
-        self.node = node
+        self._rank = rank
+        self.node = rank
         self.nodes = nodes
+        self.entries: tuple[NodeEntry, ...] = ()
         self.master_addr = addr
         self.master_port = port
+        self.port_is_used = False
 
     @property
     def leads(self) -> bool:
@@ -127,13 +148,15 @@ class Round:
 
     # -- before workers start
 
-    def enter(self, entry: NodeEntry) -> None:
-        self._put(f"{_NODE}{self.node}", entry)
-
-    def gather(self) -> tuple[NodeEntry, ...]:
-        """What all nodes said, in group rank order."""
+    def enter(self, entry: NodeEntry, *, keep_ranks: bool) -> None:
+        """Say what this node is, and learn what all are (``entries``, in node order).
+        ``keep_ranks``: the rendezvous' order is the user's own (``--node-rank``)."""
+        self._put(f"{_NODE}{self._rank}", entry)
         deadline = time.monotonic() + GATHER_SECONDS
-        return tuple(self._await(f"{_NODE}{k}", NodeEntry, deadline) for k in range(self.nodes))
+        met = [self._await(f"{_NODE}{k}", NodeEntry, deadline) for k in range(self.nodes)]
+        numbers = tuple(range(self.nodes)) if keep_ranks else order(met)
+        self.node = numbers[self._rank]
+        self.entries = tuple(met[numbers.index(node)] for node in range(self.nodes))
 
     def publish(self, plan: Plan) -> None:
         self._put(_PLAN, plan)
@@ -170,7 +193,7 @@ class Round:
         self._store.set(f"{_PARTED}{self.node}", "")
 
     def all_parted(self) -> bool:
-        return bool(self._store.check([f"{_PARTED}{k}" for k in range(1, self.nodes)]))
+        return bool(self._store.check([f"{_PARTED}{k}" for k in range(self.nodes)]))
 
     def decision(self) -> Verdict | None:
         if not self._store.check([_DECISION]):
@@ -199,7 +222,7 @@ class Meeting:
         self._config = config
         self._handler = _handler(config)
         self.alone = config.max_nodes == 1
-        self._static = self._handler.get_backend() == "static"
+        self.static = self._handler.get_backend() == "static"
         self._first: Round | None = None
         self._rounds = 0
         self._server: TCPStore | None = None
@@ -230,12 +253,11 @@ class Meeting:
         store = PrefixStore(f"everstep/{self._number(met.store, met.rank)}", met.store)
         round_ = Round(store, met.rank, met.world_size, info.master_addr, info.master_port)
         self._base = met.store
-        if round_.leads and self._rounds > 0:
-            self._fresh_port(round_)
-        if round_.leads:
+        if met.rank == 0:
             # torch writes these keys in its first round alone; a node that joins later waits for
             # them inside its own first round.
             RendezvousStoreInfo.build(0, met.store, round_.master_addr, round_.master_port)
+        round_.port_is_used = self._rounds > 0
         self._rounds += 1
         self._first = self._first or round_
         return round_
@@ -253,7 +275,7 @@ class Meeting:
         assert self._base is not None
         store = PrefixStore(f"everstep/{self._rounds}", self._base)
         round_ = Round(store, first.node, first.nodes, first.master_addr, 0)
-        self._fresh_port(round_)
+        round_.port_is_used = True
         self._rounds += 1
         return round_
 
@@ -263,7 +285,7 @@ class Meeting:
         torch's dynamic rendezvous gives each round a prefix already; the static one has a single
         store, so there the leader counts in it.
         """
-        if not self._static or self.alone:
+        if not self.static or self.alone:
             return 0
         if node == 0:
             store.set(_STATIC_ROUND, str(self._rounds))
@@ -287,9 +309,11 @@ class Meeting:
             )
         return int(store.get(_STATIC_ROUND))
 
-    def _fresh_port(self, round_: Round) -> None:
-        """A new store for the workers of this attempt: in the last one's, torch would find the
-        addresses of processes that are dead."""
+    def refresh_port(self, round_: Round) -> None:
+        """The leader's duty: a new store for the workers of this attempt. In the last one's,
+        torch would find the addresses of processes that are dead."""
+        if not round_.port_is_used:
+            return
         self._server = None
         if self.use_agent_store:
             self._server = TCPStore(

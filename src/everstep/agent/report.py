@@ -23,11 +23,12 @@ STOPPED = "stopped by everstep after the first failure"
 @dataclass(frozen=True)
 class Failure:
     """One worker's end that was no success. ``seen`` orders failures: when its error was written,
-    else when its exit was seen (seconds since the epoch)."""
+    else when its exit was seen (seconds since the epoch). ``ours`` says that everstep killed it."""
 
     rank: int
     seen: float
     process: ProcessFailure
+    ours: bool = False
 
 
 def failure(
@@ -42,7 +43,7 @@ def failure(
     if ours and not _wrote(process):
         process.message = STOPPED
     seen = os.stat(process.error_file).st_mtime if _wrote(process) else now
-    return Failure(rank, seen, process)
+    return Failure(rank, seen, process, ours)
 
 
 def block(name: str, failures: list[Failure]) -> str:
@@ -62,7 +63,7 @@ def tell(name: str, failures: list[Failure], stream: TextIO | None = None) -> No
 def _error(name: str, failures: list[Failure]) -> ChildFailedError:
     # Failures that everstep caused come last: they are never the root (F2). Of those in the same
     # second, of which torch's block takes the first, the one seen first is the first.
-    ordered = sorted(failures, key=lambda f: (f.process.message == STOPPED, f.seen))
+    ordered = sorted(failures, key=lambda f: (f.ours, f.seen))
     return ChildFailedError(name, {f.rank: f.process for f in ordered})
 
 
