@@ -61,7 +61,7 @@ def judge(events: Iterable[Event], planned: Sequence[Planned] = ()) -> tuple[Fau
     """A report for each fault injected, in order, and for each planned that was not."""
     ordered = sorted(events, key=lambda event: event.mono)
     found = injections(ordered)
-    ends = [injection.mono for injection in found[1:]] + [float("inf")]
+    ends = [*(injection.mono for injection in found), float("inf")][1:]
     reports = [_judge_one(i, ordered, end) for i, end in zip(found, ends, strict=True)]
     done = {injection.index for injection in found}
     missed = [_missed(plan) for plan in planned if plan.index not in done]
@@ -128,7 +128,7 @@ def _detected(injection: Injection, window: Sequence[Event]) -> Event | None:
     if injection.kind == "keeper":
         return _first(window, kinds.KEEPER_LOST)
     if injection.kind == "corrupt":
-        return _first(window, kinds.CANDIDATE_REFUSED)
+        return next((e for e in window if e.kind in kinds.DAMAGE), None)
     if injection.kind in OF_STORE:
         return _first(window, kinds.PERSIST_FAILED)
     return _first(window, kinds.NOTICED)

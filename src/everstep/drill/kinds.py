@@ -22,13 +22,12 @@ KEEPER_LOST = "keeper.lost"
 SNAPSHOT = "snapshot.complete"
 COMMITTED = "checkpoint.committed"
 PERSIST_FAILED = "persist.failed"
-CANDIDATE_REFUSED = "restore.candidate_failed"
 ELECTED = "restore.elected"
 LOGGED = "train.log"
-STEPPED = "train.step"
 
-OF_STEPS = frozenset({LOGGED, STEPPED})
-PROGRESS = OF_STEPS | {SNAPSHOT}
+DAMAGE = frozenset({"restore.candidate_failed", "restore.rejected", "checkpoint.damaged"})
+"""Events by which a restore says that a checkpoint cannot be used."""
+PROGRESS = frozenset({LOGGED, SNAPSHOT})
 """Events that prove that a step of the attempt was computed."""
 
 

@@ -22,6 +22,10 @@ from everstep.errors import DrillError
 VARIABLE = "EVERSTEP_DRILL"
 
 
+class Gone(DrillError):
+    """The process ended before it could be held."""
+
+
 def bears_mark(pid: int, mark: str) -> bool:
     """Whether the process lives and was started with the mark."""
     try:
@@ -43,9 +47,11 @@ def held(pid: int, mark: str) -> Iterator[int]:
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
-        raise DrillError(f"process {pid} is gone already.") from None
+        raise Gone(f"process {pid} is gone already.") from None
     try:
         if not bears_mark(pid, mark):
+            if wait_end(fd, 0):
+                raise Gone(f"process {pid} is gone already.")
             raise DrillError(
                 f"process {pid} is not of this drill's run.",
                 hint="Nothing was killed; the run's events name a wrong process.",
@@ -55,10 +61,12 @@ def held(pid: int, mark: str) -> Iterator[int]:
         os.close(fd)
 
 
-def kill(pid: int, mark: str) -> None:
-    """SIGKILL to one process of the run."""
-    with held(pid, mark) as fd:
+def strike(fd: int) -> None:
+    """SIGKILL to the process of a held pidfd. Raises :class:`Gone` where it has ended."""
+    try:
         signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        raise Gone("the process has ended before it could be killed.") from None
 
 
 def kill_all(mark: str, *, timeout: float) -> int:
@@ -71,7 +79,7 @@ def kill_all(mark: str, *, timeout: float) -> int:
     while left := all_marked(mark):
         if time.monotonic() >= deadline:
             raise DrillError(f"processes {left} did not die of SIGKILL within {timeout:g} s.")
-        fds = [fd for pid in left if (fd := _strike(pid, mark)) is not None]
+        fds = [fd for pid in left if (fd := _struck(pid, mark)) is not None]
         killed += len(fds)
         for fd in fds:
             wait_end(fd, max(0.0, deadline - time.monotonic()))
@@ -83,10 +91,10 @@ def wait_end(fd: int, timeout: float) -> bool:
     """Whether the process of the pidfd ends within ``timeout`` seconds."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
-    return bool(poller.poll(timeout * 1000))
+    return bool(poller.poll(max(timeout, 0.0) * 1000))
 
 
-def _strike(pid: int, mark: str) -> int | None:
+def _struck(pid: int, mark: str) -> int | None:
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

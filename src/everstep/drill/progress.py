@@ -39,7 +39,9 @@ class Kept:
         return max(self.commits - {without}, default=0)
 
     def _on_lineage(self, event: Event) -> bool:
-        return event.attempt >= self._attempt or (event.step or 0) <= self._branch
+        # The keeper may commit for an attempt before its own; the facts name the checkpoint's.
+        attempt = fact_int(event, "attempt") or event.attempt
+        return attempt >= self._attempt or (event.step or 0) <= self._branch
 
 
 def kept_of(events: Iterable[Event]) -> Kept:

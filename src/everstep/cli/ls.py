@@ -1,0 +1,122 @@
+"""``everstep ls``: the jobs of a store and their checkpoints."""
+
+from __future__ import annotations
+
+import time
+
+import click
+import msgspec
+from rich.console import Console
+
+from everstep.cli.places import job_option, jobs_of, store_argument
+from everstep.cli.report import age, json_option, reported, reporter, size, table
+from everstep.store import CheckpointInfo, Job, open_store
+
+FORMAT = "everstep.ls/1"
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """One checkpoint. ``state``: ``verified`` (a committed one whose every byte was proved),
+    ``committed``, ``damaged``, ``incomplete`` or ``tombstoned``; ``age_s`` by this machine's
+    clock; ``loads``: it is the one that a restart would try first."""
+
+    step: int
+    attempt: int
+    state: str
+    age_s: float
+    bytes: int
+    world: int
+    on_lineage: bool
+    loads: bool
+    error: str = ""
+
+
+class ListedJob(msgspec.Struct, frozen=True):
+    """A job: who runs it now (empty: nobody that is known), and its checkpoints, newest first."""
+
+    job: str
+    owner: str
+    attempts: int
+    checkpoints: tuple[Listed, ...]
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """What ``everstep ls --json`` prints."""
+
+    store: str
+    jobs: tuple[ListedJob, ...]
+    format: str = FORMAT
+
+
+@click.command("ls")
+@store_argument
+@job_option
+@json_option
+@reported
+def command(store: str, job: str | None, as_json: bool) -> int:
+    """List the jobs of STORE and their checkpoints.
+
+    STORE is a path or URL (default: EVERSTEP_STORE, else ./everstep-store).
+    """
+    opened = open_store(store)
+    now = time.time()
+    listing = Listing(opened.url, tuple(list_job(each, now) for each in jobs_of(opened, job)))
+    reporter(as_json=as_json).result(listing, lambda console: _render(listing, console))
+    return 0
+
+
+def list_job(job: Job, now: float) -> ListedJob:
+    """One job as it stands. ``now`` in seconds since the epoch."""
+    candidates = job.candidates()
+    first = candidates[0] if candidates else None
+    owner = job.owner()
+    who = "" if owner is None or owner.released else f"pid {owner.pid} on {owner.host}"
+    return ListedJob(
+        job=job.name,
+        owner=who,
+        attempts=job.highest_claim(),
+        checkpoints=tuple(_listed(info, now, info.point == first) for info in job.checkpoints()),
+    )
+
+
+def state_of(info: CheckpointInfo) -> str:
+    """One word for what is known of a checkpoint."""
+    if info.state != "committed":
+        return info.state
+    if info.error or info.verified == "damaged":
+        return "damaged"
+    return "verified" if info.verified == "bytes" else "committed"
+
+
+def _listed(info: CheckpointInfo, now: float, loads: bool) -> Listed:
+    return Listed(
+        step=info.point.step,
+        attempt=info.point.attempt,
+        state=state_of(info),
+        age_s=round(max(0.0, now - info.modified), 3),
+        bytes=info.bytes,
+        world=info.world,
+        on_lineage=info.on_lineage,
+        loads=loads,
+        error=info.error,
+    )
+
+
+def _render(listing: Listing, console: Console) -> None:
+    if not listing.jobs:
+        console.print(f"no job in {listing.store} yet")
+    for job in listing.jobs:
+        running = f", run by {job.owner}" if job.owner else ""
+        console.print(f"[bold]{job.job}[/] in {listing.store}: {job.attempts} attempts{running}")
+        if not job.checkpoints:
+            console.print("  no checkpoint yet")
+            continue
+        rows = table("step", "attempt", "state", "age", "size", "world", "lineage", "",
+                     right=("step", "attempt", "size", "world"))  # fmt: skip
+        for item in job.checkpoints:
+            rows.add_row(
+                str(item.step), str(item.attempt), item.state, age(item.age_s), size(item.bytes),
+                str(item.world or "?"), "current" if item.on_lineage else "left behind",
+                "loads next" if item.loads else item.error,
+            )  # fmt: skip
+        console.print(rows)

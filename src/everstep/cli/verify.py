@@ -1,0 +1,136 @@
+"""``everstep verify``: reads checkpoints back and says exactly what that proved."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+from rich.console import Console
+
+from everstep.cli.places import at_option, find_point, job_option, jobs_of, one_job, store_argument
+from everstep.cli.report import json_option, mark, reported, reporter, size
+from everstep.core.ids import Point
+from everstep.errors import ObjectMissing
+from everstep.store import Job, Store, VerifyReport, open_store
+
+FORMAT = "everstep.verify/1"
+DAMAGED = 1
+"""Exit code where anything does not verify."""
+
+SHALLOW = (
+    "The manifest and every rank index match their checksums and each other, every pack exists "
+    "with its length, and its footer lists the same chunks. The data itself was not read: --deep."
+)
+DEEP = (
+    "Every bit was read: each chunk matches its digest, all padding is zero, every record matches "
+    "its checksum, and the job's claims, branches and refs and the store's settings are sound."
+)
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """One checkpoint. ``ok`` iff ``problems`` and ``around`` (other records of the job and the
+    store, with ``--deep``) are empty; ``recorded``: the proof stands in the store now."""
+
+    job: str
+    step: int
+    attempt: int
+    ok: bool
+    objects: int
+    chunks: int
+    bytes_read: int
+    problems: tuple[str, ...]
+    around: tuple[str, ...]
+    recorded: bool
+    note: str = ""
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """What ``everstep verify --json`` prints. ``proved`` says it in words where ``ok``."""
+
+    store: str
+    deep: bool
+    ok: bool
+    proved: str
+    checkpoints: tuple[Verified, ...]
+    format: str = FORMAT
+
+
+@click.command("verify")
+@store_argument
+@job_option
+@at_option
+@click.option("--deep", is_flag=True, help="Read every bit, not only the records.")
+@json_option
+@reported
+def command(store: str, job: str | None, at: str | None, deep: bool, as_json: bool) -> int:
+    """Read checkpoints of STORE back: every committed one, or the one that --at names.
+
+    Exit code 0: all verified; 1: something is damaged, or there is nothing to verify.
+    """
+    opened = open_store(store)
+    chosen = _chosen(opened, job, at)
+    talk = reporter(as_json=as_json)
+    found: list[Verified] = []
+    with talk.progress("verify", sum(nbytes for _, _, nbytes in chosen)) as advance:
+        for each, point, nbytes in chosen:
+            found.append(_verified(each, each.verify(point, deep=deep)))
+            advance(nbytes)
+    ok = all(item.ok for item in found)
+    result = Verification(
+        opened.url, deep, ok, (DEEP if deep else SHALLOW) if ok else "", tuple(found)
+    )
+    talk.result(result, lambda console: _render(result, console))
+    return 0 if ok else DAMAGED
+
+
+def _chosen(store: Store, name: str | None, at: str | None) -> list[tuple[Job, Point, int]]:
+    """What is to be verified, with its size in bytes."""
+    if at is not None:
+        job = one_job(store, name)
+        point = find_point(job, at)
+        sizes = {info.point: info.bytes for info in job.checkpoints()}
+        return [(job, point, sizes.get(point, 0))]
+    chosen = [
+        (job, info.point, info.bytes)
+        for job in jobs_of(store, name)
+        for info in job.checkpoints()
+        if info.state == "committed"
+    ]
+    if not chosen:
+        raise ObjectMissing(
+            f"there is no committed checkpoint to verify in {store.url}.",
+            hint="`everstep ls` shows what is there.",
+        )
+    return chosen
+
+
+def _verified(job: Job, report: VerifyReport) -> Verified:
+    return Verified(
+        job=job.name,
+        step=report.point.step,
+        attempt=report.point.attempt,
+        ok=report.ok,
+        objects=report.objects,
+        chunks=report.chunks,
+        bytes_read=report.bytes_read,
+        problems=report.problems,
+        around=report.around,
+        recorded=report.proof is not None and not report.not_recorded,
+        note=report.not_recorded,
+    )
+
+
+def _render(result: Verification, console: Console) -> None:
+    for item in result.checkpoints:
+        console.print(
+            f"{mark('ok' if item.ok else 'fail')} {item.job} step {item.step} attempt "
+            f"{item.attempt}: {item.objects} objects, {item.chunks} chunks, "
+            f"{size(item.bytes_read)} read"
+        )
+        for problem in (*item.problems, *item.around):
+            console.print(f"     {problem}", markup=False)
+        if item.note:
+            console.print(f"     not recorded in the store: {item.note}", markup=False)
+    if result.proved:
+        console.print(result.proved)
+    else:
+        console.print("Damaged checkpoints are kept and skipped; the newest sound one will load.")

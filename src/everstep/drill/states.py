@@ -1,0 +1,165 @@
+"""Compares the last checkpoints of two runs bit by bit.
+
+Owns: reading both whole and naming what differs. Never does: trust a digest in place of the
+bytes. Called by: the drill.
+
+Nothing of a state may differ: tensors, optimizer state, RNG, data position, step and user objects
+are all compared. What describes the run and not the state (attempt, times, host) stands in the
+records of the store and is not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+
+import msgspec
+
+from everstep.core.layout import ITEMSIZE, SHARED, Box
+from everstep.store import Checkpoint, ReadRequest
+from everstep.store.records import ExtentEntry
+
+BLOCK_BYTES = 64 << 20
+"""A larger tensor is compared in blocks of rows of about this size, so that memory stays small."""
+MOST_DIFFERENCES = 10
+
+Name = tuple[str, int]
+"""(FQN, rank scope)."""
+
+
+class StateReport(msgspec.Struct, frozen=True):
+    """``tensors`` and ``bytes`` compared, and ``ranks`` whose objects were; ``differences`` names
+    the first few and is empty iff the two states are equal in every bit."""
+
+    step: int
+    tensors: int
+    bytes: int
+    ranks: int
+    differences: tuple[str, ...]
+
+    @property
+    def identical(self) -> bool:
+        return not self.differences
+
+
+def compare_checkpoints(reference: Checkpoint, drilled: Checkpoint) -> StateReport:
+    """Compare every tensor and every rank's objects of two checkpoints.
+
+    Raises ``CorruptObject`` where one of them does not verify.
+    """
+    found = list(_shape_differences(reference, drilled))
+    tensors = nbytes = 0
+    if not found:
+        for name, extents in sorted(_tensors(reference).items()):
+            tensors += 1
+            nbytes += sum(_bytes(extent) for extent in extents)
+            found += _tensor_differences(reference, drilled, name, extents)
+        for rank in range(reference.world):
+            found += _object_differences(reference, drilled, rank)
+    step = reference.point.step
+    return StateReport(step, tensors, nbytes, reference.world, tuple(found[:MOST_DIFFERENCES]))
+
+
+def _shape_differences(reference: Checkpoint, drilled: Checkpoint) -> Iterator[str]:
+    if reference.point.step != drilled.point.step:
+        yield (
+            f"the last checkpoint is of step {drilled.point.step}, undisturbed "
+            f"{reference.point.step}"
+        )
+    if reference.world != drilled.world:
+        yield f"the world has {drilled.world} ranks, undisturbed {reference.world}"
+    left, right = _tensors(reference), _tensors(drilled)
+    for fqn, rank in sorted(set(left) ^ set(right)):
+        where = "undisturbed" if (fqn, rank) in left else "drilled"
+        yield f"{_named(fqn, rank)} is in the {where} run's checkpoint alone"
+    for name in sorted(set(left) & set(right)):
+        if _form(left[name]) != _form(right[name]):
+            yield f"{_named(*name)} has another shape, dtype or split"
+
+
+def _tensor_differences(
+    reference: Checkpoint, drilled: Checkpoint, name: Name, extents: list[ExtentEntry]
+) -> Iterator[str]:
+    fqn, scope = name
+    for extent in extents:
+        for box in blocks(extent):
+            size = box.numel * ITEMSIZE[extent.dtype]
+            left, right = bytearray(size), bytearray(size)
+            reference.load([ReadRequest(fqn, scope, box, memoryview(left))])
+            drilled.load([ReadRequest(fqn, scope, box, memoryview(right))])
+            if left != right:
+                at = next(i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b)
+                element = at // ITEMSIZE[extent.dtype]
+                yield f"{_named(fqn, scope)} differs first at element {element} of {_said(box)}"
+                return
+
+
+def _object_differences(reference: Checkpoint, drilled: Checkpoint, rank: int) -> Iterator[str]:
+    left, right = reference.rank_state(rank), drilled.rank_state(rank)
+    if (left.refs, left.aliases) != (right.refs, right.aliases):
+        yield f"rank {rank} refers to other tensors"
+    if left.objects != right.objects:
+        where = first_difference(_decoded(left.objects), _decoded(right.objects))
+        yield f"objects of rank {rank} differ at {where or 'their encoding'}"
+
+
+def blocks(extent: ExtentEntry) -> Iterator[Box]:
+    """The extent's box cut along its first dimension into blocks of about ``BLOCK_BYTES``."""
+    if not extent.sizes or _bytes(extent) <= BLOCK_BYTES:
+        yield Box(extent.offsets, extent.sizes)
+        return
+    row = _bytes(extent) // extent.sizes[0]
+    rows = max(1, BLOCK_BYTES // row)
+    for start in range(0, extent.sizes[0], rows):
+        count = min(rows, extent.sizes[0] - start)
+        offsets = (extent.offsets[0] + start, *extent.offsets[1:])
+        yield Box(offsets, (count, *extent.sizes[1:]))
+
+
+def first_difference(left: object, right: object, path: str = "") -> str | None:
+    """The path of the first place at which two decoded objects differ, None where they do not."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        keys = dict.fromkeys([*left, *right])
+        pairs = [(f"{path}.{key}", left.get(key), right.get(key)) for key in keys]
+    elif isinstance(left, msgspec.msgpack.Ext) and isinstance(right, msgspec.msgpack.Ext):
+        inner = _decoded(bytes(left.data)), _decoded(bytes(right.data))
+        pairs = [(f"{path}.type", left.code, right.code), (path, *inner)]
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        joined = zip_longest(left, right)
+        pairs = [(f"{path}[{n}]", a, b) for n, (a, b) in enumerate(joined)]
+    else:
+        same = type(left) is type(right) and repr(left) == repr(right)
+        return None if same else path.lstrip(".") or "the top"
+    return next((found for p, a, b in pairs if (found := first_difference(a, b, p))), None)
+
+
+def _decoded(objects: bytes) -> object:
+    try:
+        return msgspec.msgpack.decode(objects)
+    except msgspec.DecodeError:
+        return objects
+
+
+def _tensors(checkpoint: Checkpoint) -> dict[Name, list[ExtentEntry]]:
+    found: dict[Name, list[ExtentEntry]] = {}
+    for index in checkpoint.indexes:
+        for extent in index.extents:
+            found.setdefault((extent.fqn, extent.rank), []).append(extent)
+    return found
+
+
+def _form(extents: list[ExtentEntry]) -> list[tuple[object, ...]]:
+    return sorted((e.dtype, e.shape, e.offsets, e.sizes) for e in extents)
+
+
+def _bytes(extent: ExtentEntry) -> int:
+    return math.prod(extent.sizes) * ITEMSIZE[extent.dtype]
+
+
+def _named(fqn: str, rank: int) -> str:
+    return fqn if rank == SHARED else f"{fqn} of rank {rank}"
+
+
+def _said(box: Box) -> str:
+    return f"offsets {list(box.offsets)} sizes {list(box.sizes)}"
