@@ -84,8 +84,8 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
     args = made.parse_args(list(arguments))
     max_restarts: int | None = args.max_restarts
     args.max_restarts = UNLIMITED if max_restarts is None else max_restarts
-    _choose_rendezvous(args)
     try:
+        _choose_rendezvous(args)
         config, entrypoint, rest = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as bad:
         raise UsageError(f"the command line cannot be used: {bad}") from bad

@@ -158,7 +158,8 @@ class Agent:
 
     def _begin(self, round_: Round, plan: Plan) -> int:
         """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
-        self._record.attempt, self._record.node = plan.attempt, round_.node
+        self._record.attempt = plan.attempt
+        self._record.at_node(round_.node)
         self._learnt = Learnt(self._record)
         self._took_part = True
         begin = self._begin_message(round_, plan)

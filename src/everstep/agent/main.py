@@ -5,6 +5,7 @@ Owns: reading the command line, and saying an error that prevents the run. Calle
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.config.signals_to_handle
     settings = launch.settings
     record = Recorder(settings.job, settings.events)
-    with Signals(launch.config.signals_to_handle) as signals:
+    with contextlib.closing(record), Signals(launch.config.signals_to_handle) as signals:
         try:
             agent = Agent(launch, signals, record)
             _greet(launch, record)

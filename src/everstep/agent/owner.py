@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
 import time
-from pathlib import Path
 
 from everstep.agent.record import Recorder
 from everstep.core.settings import Settings
 from everstep.errors import CommitRefused, JobOwned, NoRecoveryPoint, ObjectMissing, StoreError
+from everstep.keeper.identity import host_name, identity_of, is_alive
 from everstep.store import RENEW_SECONDS, Job, OwnerIdentity, open_store
 
 RETRY_SECONDS = 1.0
-_FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 class Owner:
@@ -147,36 +145,8 @@ class Owner:
 
 def identity(job: str) -> OwnerIdentity:
     """This process, exactly."""
-    host, pid = _host(), os.getpid()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    agent = f"{job}-{host}-{pid}-{secrets.token_hex(4)}"
-    started = _started(pid)
-    assert started is not None, "this process has no entry in /proc"
-    return OwnerIdentity(agent, host, boot, pid, started)
-
-
-def is_alive(other: OwnerIdentity) -> bool:
-    """Whether that process of this host and boot still runs."""
-    return _started(other.pid) == other.started
-
-
-def _host() -> str:
-    # Pids mean nothing in another pid namespace: two containers that share a host name must not
-    # take each other's processes for dead.
-    space = os.stat("/proc/self/ns/pid").st_ino
-    name = socket.gethostname()
-    return name if space == _FIRST_PID_NAMESPACE else f"{name}#{space}"
-
-
-def _started(pid: int) -> int | None:
-    """When the process began, in clock ticks since boot; None where it is dead."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The name may hold blanks and parentheses; the fields after it are counted from state = 0.
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
+    pid = os.getpid()
+    return identity_of(pid, f"{job}-{host_name()}-{pid}-{secrets.token_hex(4)}")
 
 
 def _open(settings: Settings) -> Job:
