@@ -110,13 +110,15 @@ class _Judge:
             return False, "the last verified"
         if not self._full:
             return False, f"the lineage has fewer than {self._policy.keep_last} good ones"
+        if info.on_lineage and not info.sound and info.point > min(self._last):
+            return False, "damaged, kept for inspection"
         return True, self._why(info)
 
     def _why(self, info: CheckpointInfo) -> str:
         if not info.on_lineage:
             return "the job went on from elsewhere"
         if not info.sound:
-            return "damaged, and enough good ones exist"
+            return "damaged, and enough newer good ones exist"
         return f"older than the last {self._policy.keep_last}"
 
     def _rule_incomplete(self, info: CheckpointInfo) -> tuple[bool, str]:

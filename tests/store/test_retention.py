@@ -1,0 +1,118 @@
+"""S7: what retention may and may not name, as properties of the pure plan."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.core.ids import Point
+from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan, plan
+
+NOW = 10_000.0
+
+infos = st.lists(
+    st.builds(
+        CheckpointInfo,
+        point=st.builds(Point, st.integers(0, 9), st.integers(1, 3)),
+        state=st.sampled_from(["committed", "committed", "tombstoned", "incomplete"]),
+        modified=st.sampled_from([NOW - 5000, NOW - 700, NOW - 100, NOW + 50]),
+        verified=st.sampled_from([None, "structure", "bytes", "damaged"]),
+        on_lineage=st.booleans(),
+        error=st.sampled_from(["", "", "broken"]),
+    ),
+    unique_by=lambda info: info.point,
+    max_size=12,
+)
+policies = st.builds(Retention, st.integers(-1, 4), st.just(600.0))
+
+
+def ruled(found: list[CheckpointInfo], policy: Retention, *, highest: int = 3) -> RetentionPlan:
+    return plan(found, policy, now=NOW, highest_attempt=highest, proofs_known=True)
+
+
+def removed(found: list[CheckpointInfo], policy: Retention) -> set[Point]:
+    return {ruling.point for ruling in ruled(found, policy).remove}
+
+
+@given(infos, policies)
+def test_s7_the_last_k_good_ones_of_the_lineage_stay(
+    found: list[CheckpointInfo], policy: Retention
+) -> None:
+    good = sorted(i.point for i in found if i.sound and i.on_lineage)
+    assert not removed(found, policy) & set(good[-max(1, policy.keep_last) :])
+
+
+@given(infos, policies)
+def test_s7_the_last_verified_stays(found: list[CheckpointInfo], policy: Retention) -> None:
+    proved = [i for i in found if i.sound and i.verified == "bytes"]
+    proved = [i for i in proved if i.on_lineage] or proved
+    if proved:
+        assert max(i.point for i in proved) not in removed(found, policy)
+
+
+@given(infos, policies)
+def test_s7_nothing_younger_than_the_grace_period_goes(
+    found: list[CheckpointInfo], policy: Retention
+) -> None:
+    young = {i.point for i in found if NOW - i.modified < policy.grace_seconds}
+    assert not removed(found, policy) & young
+
+
+@given(infos, policies)
+def test_s7_without_a_good_checkpoint_no_committed_one_goes(
+    found: list[CheckpointInfo], policy: Retention
+) -> None:
+    if not any(i.sound and i.on_lineage for i in found):
+        committed = {i.point for i in found if i.state == "committed"}
+        assert not removed(found, policy) & committed
+
+
+@given(infos, policies)
+def test_every_point_is_ruled_on_once_and_with_a_reason(
+    found: list[CheckpointInfo], policy: Retention
+) -> None:
+    result = ruled(found, policy)
+    rulings = [*result.remove, *result.keep]
+    assert sorted(r.point for r in rulings) == sorted(
+        i.point for i in found if i.state != "tombstoned"
+    )
+    assert all(r.reason for r in rulings)
+
+
+@given(infos, policies)
+def test_unreadable_proofs_block_everything(found: list[CheckpointInfo], policy: Retention) -> None:
+    result = plan(found, policy, now=NOW, highest_attempt=3, proofs_known=False)
+    assert result.remove == ()
+    assert result.blocked
+
+
+def committed(step: int, attempt: int = 1, **kwargs: object) -> CheckpointInfo:
+    return CheckpointInfo(
+        Point(step, attempt),
+        "committed",
+        NOW - 5000,
+        on_lineage=True,
+        **kwargs,  # type: ignore[arg-type]
+    )
+
+
+def test_the_oldest_go_first_and_damaged_ones_are_not_counted() -> None:
+    found = [committed(s) for s in (1, 2, 4, 5)] + [committed(3, verified="damaged")]
+    assert removed(found, Retention(keep_last=1)) == {Point(s, 1) for s in (1, 2, 3, 4)}
+    assert removed(found, Retention(keep_last=2)) == {Point(s, 1) for s in (1, 2, 3)}
+    assert removed(found, Retention(keep_last=4)) == set()
+
+
+def test_a_damaged_one_is_kept_until_k_newer_good_ones_exist() -> None:
+    found = [committed(s) for s in (1, 2, 4, 5)] + [committed(3, verified="damaged")]
+    assert removed(found, Retention(keep_last=3)) == {Point(1, 1)}
+
+
+def test_incomplete_steps_go_when_their_attempt_is_over_or_overtaken() -> None:
+    dead = CheckpointInfo(Point(9, 1), "incomplete", NOW - 700)
+    living = CheckpointInfo(Point(9, 3), "incomplete", NOW - 700)
+    overtaken = CheckpointInfo(Point(2, 3), "incomplete", NOW - 700)
+    assert removed([dead, living, overtaken, committed(3, 3)], Retention()) == {
+        Point(9, 1),
+        Point(2, 3),
+    }
