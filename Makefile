@@ -10,6 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+SEED ?= 1
 
 .PHONY: help setup demo test soak bench check lint types layers docs docs-reference clean
 
@@ -29,7 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## Train a GPT on 2 ranks, kill its parts, and prove that nothing was lost
-	@$(BIN)/everstep drill --reference examples/gpt_ddp.py
+	@$(BIN)/everstep drill --reference --seed $(SEED) --faults worker,keeper,agent,corrupt \
+	  --nproc-per-node 2 examples/gpt_ddp.py --steps 300
 
 test: $(STAMP)  ## Run the tests, but for the long matrix. More arguments: PYTEST_ARGS='-k store'
 	@$(BIN)/python -m pytest -m 'not soak' $(PYTEST_ARGS)

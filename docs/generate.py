@@ -134,7 +134,8 @@ def _command(command: click.Command, name: str, parent: click.Context) -> str:
     rows = [
         (f"`{record[0]}`", _unwrapped(record[1]))
         for param in command.get_params(context)
-        if (record := param.get_help_record(context)) is not None and "--help" not in record[0]
+        if isinstance(param, click.Option) and "--help" not in param.opts
+        if (record := param.get_help_record(context)) is not None
     ]
     if rows:
         parts.append(_table(("option", "meaning"), rows))
