@@ -24,6 +24,8 @@ BLOCK_BYTES = 64 << 20
 """A larger tensor is compared in blocks of rows of about this size, so that memory stays small."""
 MOST_DIFFERENCES = 10
 
+_MISSING = object()
+
 Name = tuple[str, int]
 """(FQN, rank scope)."""
 
@@ -121,12 +123,14 @@ def first_difference(left: object, right: object, path: str = "") -> str | None:
     """The path of the first place at which two decoded objects differ, None where they do not."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         keys = dict.fromkeys([*left, *right])
-        pairs = [(f"{path}.{key}", left.get(key), right.get(key)) for key in keys]
+        pairs = [
+            (f"{path}.{key}", left.get(key, _MISSING), right.get(key, _MISSING)) for key in keys
+        ]
     elif isinstance(left, msgspec.msgpack.Ext) and isinstance(right, msgspec.msgpack.Ext):
         inner = _decoded(bytes(left.data)), _decoded(bytes(right.data))
         pairs = [(f"{path}.type", left.code, right.code), (path, *inner)]
     elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        joined = zip_longest(left, right)
+        joined = zip_longest(left, right, fillvalue=_MISSING)
         pairs = [(f"{path}[{n}]", a, b) for n, (a, b) in enumerate(joined)]
     else:
         same = type(left) is type(right) and repr(left) == repr(right)
