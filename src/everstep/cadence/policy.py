@@ -1,6 +1,6 @@
 """The cadence of one job, decided from measured times.
 
-Owns: :class:`Policy` and its two questions. Never does: I/O, clocks. Called by: the coordinator
+Owns: :class:`Policy` and its questions. Never does: I/O, clocks. Called by: the coordinator
 (keeper of node 0, which alone decides, R2).
 """
 
@@ -13,6 +13,9 @@ import msgspec
 LOOKAHEAD = 2
 """Steps between the newest boundary known and the cut that is published. Ranks of one process
 group are at most one step apart; one more covers the way of the publication."""
+
+MAX_LOOKAHEAD = 1000
+"""Steps. A bound for steps so short that the way of a publication spans very many of them."""
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -27,10 +30,12 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """What was measured: seconds a step takes, seconds the last cut blocked (0: unknown)."""
+    """What was measured: seconds a step takes, seconds the last cut blocked (0: unknown), and
+    seconds that a publication may be on its way (``lag``)."""
 
     step_seconds: float = 0.0
     cut_seconds: float = 0.0
+    lag: float = 0.0
 
 
 def interval(policy: Policy, pace: Pace) -> int:
@@ -39,7 +44,16 @@ def interval(policy: Policy, pace: Pace) -> int:
         return policy.snapshot_every
     if pace.step_seconds <= 0 or pace.cut_seconds <= 0:
         return 1
+    if policy.stall_budget <= 0:
+        return 2**53  # nothing may block: no snapshot but those that are asked for
     return max(1, math.ceil(pace.cut_seconds / (policy.stall_budget * pace.step_seconds)))
+
+
+def lookahead(pace: Pace) -> int:
+    """Steps from the newest boundary to a cut that every rank still learns of in time."""
+    if pace.step_seconds <= 0:
+        return LOOKAHEAD
+    return min(MAX_LOOKAHEAD, LOOKAHEAD + math.floor(pace.lag / pace.step_seconds))
 
 
 def next_cut(policy: Policy, pace: Pace, *, newest_boundary: int, last_cut: int) -> int:
@@ -48,8 +62,16 @@ def next_cut(policy: Policy, pace: Pace, *, newest_boundary: int, last_cut: int)
     ``newest_boundary`` is the largest step any rank has finished, ``last_cut`` the step of the
     last complete cut (or the step restored).
     """
+    return _from(policy, pace, max(newest_boundary + lookahead(pace), last_cut + 1), last_cut)
+
+
+def first_cut(policy: Policy, pace: Pace, *, start: int) -> int:
+    """The same while every rank still waits at the step ``start`` and so misses nothing."""
+    return _from(policy, pace, start + 1, start)
+
+
+def _from(policy: Policy, pace: Pace, earliest: int, last_cut: int) -> int:
     every = interval(policy, pace)
-    earliest = max(newest_boundary + LOOKAHEAD, last_cut + 1)
     if policy.snapshot_every:
         return -(-earliest // every) * every
     return max(earliest, last_cut + every)
@@ -58,3 +80,8 @@ def next_cut(policy: Policy, pace: Pace, *, newest_boundary: int, last_cut: int)
 def checkpoint_due(policy: Policy, *, now: float, last_persist_began: float | None) -> bool:
     """Whether the next complete snapshot is to be made durable. Times of one monotonic clock."""
     return last_persist_began is None or now - last_persist_began >= policy.checkpoint_every
+
+
+def smoothed(average: float, sample: float) -> float:
+    """A moving average of durations in which one slow step does not count for much."""
+    return sample if average <= 0 else average + 0.25 * (min(sample, 4 * average) - average)

@@ -43,6 +43,7 @@ from everstep.keeper.wire import (
     Message,
     Offer,
     OpenSlots,
+    Preempt,
     Refused,
     Report,
     SlotGranted,
@@ -263,6 +264,10 @@ class WorkerLink:
             return ()
         assert isinstance(answer, Demoted)
         return answer.fqns
+
+    def preempt(self, grace: float) -> bool:
+        """Pass on a SIGTERM that this worker got (no agent runs): all ranks stop at one step."""
+        return self._say(Preempt(grace))
 
     def report(self, event: Event) -> bool:
         return self._say(Report(event))

@@ -23,7 +23,9 @@ MAX_LOCAL_RANKS = (_SIZE - _LINES_AT) // _LINE
 _WORD = struct.Struct("<Q")
 
 # Written by the keeper.
-_CUT_SEQUENCE, _CUT_STEP, _STOP_REQUESTED, _STOP_STEP, _STOP_FINAL, _DEMOTED = range(64, 112, 8)
+_CUT_SEQUENCE, _CUT_STEP, _STOP_REQUESTED, _STOP_STEP, _STOP_FINAL, _DEMOTED, _ATTEMPT = range(
+    64, 120, 8
+)
 # Written by the worker, in its own line.
 _STEP, _BOUNDARY, _STEP_NANOS, _CUT_NANOS, _PHASE = range(0, 40, 8)
 # Written by the keeper, in the worker's line.
@@ -123,9 +125,13 @@ class ControlPage:
     def publish_demoted(self, count: int) -> None:
         self._put(_DEMOTED, count)
 
-    def reset(self) -> None:
-        """Forget the attempt before: nothing published, no boundary posted."""
-        self._map[_WORD.size : _SIZE] = bytes(_SIZE - _WORD.size)
+    def serve(self, attempt: int) -> None:
+        """Say whose page this is; a page serves one attempt."""
+        self._put(_ATTEMPT, attempt)
+
+    def served(self) -> int:
+        """The attempt that the page serves, 0 where none was said."""
+        return self._get(_ATTEMPT)
 
     def close(self) -> None:
         self._map.close()

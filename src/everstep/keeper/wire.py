@@ -77,7 +77,9 @@ class BeginAttempt(Message, frozen=True):
 
     ``attempt == 0`` asks the keeper to claim the number itself (no agent). ``ranks_of_node[k]``
     are the global ranks on node k. ``coordinator`` is (host, port) of node 0's keeper, empty on
-    node 0. ``resume`` and ``expected`` (this agent lived through a snapshot) are for R5.
+    node 0. ``resume`` and ``expected`` (this agent lived through a snapshot) are for R5: where it
+    is expected, ``resume == "never"`` does not begin anew a second time. ``agent`` is the id with
+    which the agent claims: its later claims are no stranger's.
     """
 
     launch: str
@@ -91,13 +93,16 @@ class BeginAttempt(Message, frozen=True):
     policy: Policy = Policy()
     keep_last: int = 3
     environment: dict[str, str] = {}
+    agent: str = ""
 
 
 class AttemptBegun(Message, frozen=True):
-    """``port`` is the TCP port on which node 0's keeper hears other keepers (0: not listening)."""
+    """``port`` is the TCP port on which node 0's keeper hears other keepers (0: not listening),
+    ``token`` what they must say (made by the keeper where BeginAttempt brought none)."""
 
     attempt: int
     port: int = 0
+    token: str = ""
 
 
 class WorkersStarted(Message, frozen=True):
@@ -122,7 +127,8 @@ class SlotName(msgspec.Struct, frozen=True, array_like=True):
 class SlotsHeld(Message, frozen=True):
     """Keeper to agent, descriptors beside it: hold these, a new keeper will need them.
 
-    Replaces what was held before for the same names."""
+    Replaces what was held before for the same names. The memory of a name that is not said again
+    is given back to the system whoever holds its descriptor."""
 
     names: tuple[SlotName, ...]
 
@@ -287,34 +293,23 @@ class Goodbye(Message, frozen=True):
 # -- said between keepers (node k to node 0 and back)
 
 
-class Inventory(Message, frozen=True):
-    """First word of another node's keeper: committed slots it holds (rank, point, layout, world,
-    index)."""
-
-    node: int
-    attempt: int
-    slots: tuple[tuple[int, Point, str, int, int], ...]
-
-
 class Relayed(Message, frozen=True):
-    """A message of a worker of node k, passed to node 0 (or an answer on its way back)."""
+    """A fact of node k (:mod:`everstep.keeper.facts`), told to node 0's coordinator."""
 
-    rank: int
-    message: bytes
+    fact: bytes
 
 
 class Command(Message, frozen=True):
-    """Node 0 to node k. ``name`` and arguments are those of the coordinator's commands."""
+    """Node 0 to node k: a command of the coordinator (:mod:`everstep.keeper.commands`)."""
 
-    name: str
-    arguments: bytes
+    command: bytes
 
 
 AnyMessage = (
     Hello | Welcome | Refused | BeginAttempt | AttemptBegun | WorkersStarted | WorkersEnded
     | SlotsHeld | AdoptSlots | Preempt | Leave | OpenSlots | SlotsOpen | AskSlot | SlotGranted
     | CutDone | CutSkipped | AwaitDurable | DurableResult | Arrived | AskOffer | Offer | Vote
-    | Elected | Fatal | Demoted | AskDemoted | Report | Goodbye | Inventory | Relayed | Command
+    | Elected | Fatal | Demoted | AskDemoted | Report | Goodbye | Relayed | Command
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -334,6 +329,18 @@ def decode(body: bytes | memoryview) -> AnyMessage:
         return _decoder.decode(body)
     except msgspec.DecodeError as bad:
         raise KeeperError(f"a keeper message cannot be read: {bad}.") from bad
+
+
+LENGTH_BYTES = _LENGTH.size
+
+
+def frame_length(buffer: bytearray, at: int, limit: int) -> int:
+    """Bytes of the whole frame that begins at ``at``. Raises :class:`KeeperError` over ``limit``:
+    the other side is no keeper's client."""
+    body: int = _LENGTH.unpack_from(buffer, at)[0]
+    if body > limit:
+        raise KeeperError(f"a keeper message of {body} bytes is over the limit of {limit}.")
+    return LENGTH_BYTES + body
 
 
 class Link:

@@ -1,0 +1,453 @@
+"""What the attempt goes on from: one candidate at a time, the same for all ranks (R5, R6).
+
+Owns: the candidates, the offer, the votes, the branch. Never does: I/O. Called by: coordinate.
+
+The order is: the newest snapshot that all ranks hold in memory (where it is not older than the
+newest checkpoint), then the checkpoints newest first, then, if none is expected, nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from everstep.core.ids import Point
+from everstep.errors import KeeperError, NoRecoveryPoint, WorldChanged
+from everstep.keeper.commands import (
+    CheckMemory,
+    ElectTo,
+    OfferTo,
+    ReadStore,
+    RefuseTo,
+    WriteBranch,
+)
+from everstep.keeper.facts import BranchWritten, MemoryChecked, OfferAsked, StoreRead, Voted
+from everstep.keeper.situation import Situation
+from everstep.keeper.table import Complete
+from everstep.keeper.wire import SlotName
+
+STORE_RETRIES = 5
+STORE_RETRY_SECONDS = 1.0
+BRANCH_RETRIES = 3
+BRANCH_RETRY_SECONDS = 0.5
+PENDING_BRANCH_SECONDS = 5.0
+
+
+class Choice(NamedTuple):
+    """A candidate; ``point`` None for a start from nothing."""
+
+    source: str
+    point: Point | None
+
+
+class OwedBranch(NamedTuple):
+    """A branch that the store did not take yet; it is written before anything else is."""
+
+    attempt: int
+    choice: Choice
+    world: int
+
+
+@dataclass
+class Election:
+    """``settled`` is called once, with the step, when the recovery point stands."""
+
+    at: Situation
+    settled: Callable[[Choice], None]
+    store: StoreRead | None = None
+    asked: set[int] = field(default_factory=set)
+    votes: dict[int, Voted] = field(default_factory=dict)
+    rejected: set[Choice] = field(default_factory=set)
+    tried: list[str] = field(default_factory=list)
+    offer: Choice | None = None
+    offered: bool = False
+    checking: set[int] = field(default_factory=set)
+    branching: bool = False
+    elected: Choice | None = None
+    refusal: tuple[str, str, str] | None = None
+    owed: list[OwedBranch] = field(default_factory=list)
+    read_failures: int = 0
+    branch_failures: int = 0
+    read_at: float | None = None
+    branch_at: float | None = None
+    singles: dict[int, bool] = field(default_factory=dict)
+    asked_at: float | None = None
+
+    def begin(self) -> None:
+        """A new attempt: everything but the branches that are owed begins anew."""
+        self._release()
+        self.store, self.offer, self.elected, self.refusal = None, None, None, None
+        self.asked, self.votes, self.rejected = set(), {}, set()
+        self.tried, self.checking, self.singles = [], set(), {}
+        self.offered = self.branching = False
+        self.read_failures = self.branch_failures = 0
+        self.read_at = self.branch_at = self.asked_at = None
+        self.at.say(ReadStore(0, self.at.attempt))
+
+    # -- facts
+
+    def store_read(self, fact: StoreRead) -> None:
+        if fact.attempt != self.at.attempt:
+            return
+        if fact.error and self.read_failures < STORE_RETRIES:
+            self.read_failures += 1
+            self.read_at = self.at.now + STORE_RETRY_SECONDS
+            return
+        self.store = fact
+        for what in fact.damaged:
+            self.at.tell("checkpoint.damaged", what, level="warning")
+        if fact.branched and self.elected is None:
+            self.elected = Choice(fact.branch_source, fact.branch)
+            self.at.branched = True
+            self._settle(self.elected, announce=False)
+
+    def offer_asked(self, fact: OfferAsked) -> None:
+        at = self.at
+        if fact.world != at.world:
+            self._refuse_one(fact.rank, WorldChanged.code, _world_text(fact.world, at.world))
+        elif self.refusal is not None:
+            self._refuse_one(fact.rank, *self.refusal)
+        elif self.elected is not None:
+            self._serve_single(fact.rank)
+        else:
+            self.asked_at = at.now if self.asked_at is None else self.asked_at
+            self.asked.add(fact.rank)
+            self.votes.pop(fact.rank, None)
+            if self.offered and self.offer is not None:
+                self._offer_to(fact.rank, self.offer)
+
+    def voted(self, fact: Voted) -> None:
+        if self.elected is not None:
+            self._single_voted(fact)
+            return
+        if not self.offered:
+            return
+        self.votes[fact.rank] = fact
+        if len(self.votes) < self.at.world:
+            return
+        bad = [vote for _, vote in sorted(self.votes.items()) if not vote.ok]
+        if bad:
+            self._reject("; ".join(f"rank {vote.rank}: {vote.reason}" for vote in bad))
+        else:
+            self.branching = True
+            self._write_branch()
+
+    def memory_checked(self, fact: MemoryChecked) -> None:
+        for rank in fact.bad:
+            self._corrupt(rank, fact)
+        if self.elected is not None:
+            self._singles_checked(fact)
+            return
+        if self.offer is None or self.offer.point != fact.point or fact.node not in self.checking:
+            return
+        self.checking.discard(fact.node)
+        if fact.bad:
+            self.checking.clear()
+            self._reject(f"the memory of ranks {list(fact.bad)} is damaged")
+        elif not self.checking:
+            self._offer_all(self.offer)
+
+    def branch_written(self, fact: BranchWritten) -> None:
+        if self.owed and fact.attempt == self.owed[0].attempt and self.elected is not None:
+            self._owed_written(fact)
+            return
+        if not self.branching or fact.attempt != self.at.attempt or self.offer is None:
+            return
+        if not fact.error:
+            self.at.branched = True
+            self._settle(self.offer)
+        elif not fact.retryable:
+            self.branching = False
+            self._refuse_all(fact.error_code, fact.error)
+        elif self.branch_failures < BRANCH_RETRIES:
+            self.branch_failures += 1
+            self.branch_at = self.at.now + BRANCH_RETRY_SECONDS
+        else:
+            self._owe(fact.error)
+
+    def rank_gone(self, rank: int) -> None:
+        """It may come back and ask again; the offer to the others stands until it does."""
+        self.votes.pop(rank, None)
+        self.singles.pop(rank, None)
+        if not self.offered:
+            self.asked.discard(rank)
+
+    def training_seen(self) -> None:
+        """The workers train already: an attempt whose election this keeper has not seen."""
+        if self.elected is None and not self.asked and self.store is not None:
+            self.elected = Choice("memory", None)
+            self.at.tell(
+                "restore.unknown",
+                "the workers train and the store has no branch of this attempt: snapshots go on "
+                "in memory, checkpoints begin again with the next attempt.",
+                level="error",
+            )
+            self._settle(self.elected, announce=False)
+
+    def settle(self) -> None:
+        """Called after each fact."""
+        at = self.at
+        if self.read_at is not None and at.now >= self.read_at:
+            self.read_at = None
+            at.say(ReadStore(0, at.attempt))
+        if self.branch_at is not None and at.now >= self.branch_at:
+            self.branch_at = None
+            if self.branching:
+                self._write_branch()
+            else:
+                self._write_owed()
+        ready = self.elected is None and self.refusal is None and self.offer is None
+        if ready and self.store is not None and len(self.asked) == at.world and at.assembled:
+            self._next()
+
+    # -- candidates
+
+    def _next(self) -> None:
+        """Choose the next candidate, or refuse where none is left."""
+        changed = self._world_changed()
+        if changed:
+            self._refuse_all(WorldChanged.code, changed, _WORLD_HINT)
+            return
+        choice = self._choose()
+        if choice is None:
+            return
+        self.offer, self.votes, self.offered = choice, {}, False
+        snapshot = self.at.table.complete(choice.point) if choice.point is not None else None
+        if choice.source == "memory" and snapshot is not None:
+            self._check(snapshot)
+        else:
+            self._offer_all(choice)
+
+    def _choose(self) -> Choice | None:
+        assert self.store is not None, "asked before the store was read"
+        if self.at.resume == "never" and not self.at.expected:
+            return self._fresh_or_refuse(expected=False)
+        memory = self._memory()
+        stored = self._stored()
+        if memory is not None and (stored is None or memory.step >= stored.step):
+            return Choice("memory", memory)
+        if stored is not None:
+            return Choice("store", stored)
+        if self.store.error:
+            self._refuse_all(self.store.error_code, self.store.error)
+            return None
+        held = any(entry.point for entry in self.at.table.entries.values())
+        required = self.at.resume == "require" or self.at.expected
+        return self._fresh_or_refuse(
+            expected=required or self.store.expected or held or bool(self.tried)
+        )
+
+    def _memory(self) -> Point | None:
+        points = [snapshot.point for snapshot in self.at.table.completes()]
+        return next((p for p in points if Choice("memory", p) not in self.rejected), None)
+
+    def _stored(self) -> Point | None:
+        assert self.store is not None, "asked before the store was read"
+        points = [candidate.point for candidate in self.store.candidates]
+        return next((p for p in points if Choice("store", p) not in self.rejected), None)
+
+    def _fresh_or_refuse(self, *, expected: bool) -> Choice | None:
+        fresh = Choice("fresh", None)
+        if not expected and fresh not in self.rejected:
+            return fresh
+        assert self.store is not None, "asked before the store was read"
+        tried = [*self.store.damaged, *self.tried]
+        self._refuse_all(
+            NoRecoveryPoint.code,
+            f"a recovery point of the job is expected and none verifies (R5). "
+            f"Tried: {'; '.join(tried) or 'nothing is in memory or in the store'}.",
+            "Check that the store is the right one and is mounted. To start anew on purpose, "
+            "give --resume=never or another --job name.",
+        )
+        return None
+
+    def _world_changed(self) -> str:
+        assert self.store is not None, "asked before the store was read"
+        if self.at.resume == "never" and not self.at.expected:
+            return ""
+        stored = self._stored()
+        for candidate in self.store.candidates:
+            if candidate.point == stored and candidate.world not in (0, self.at.world):
+                return _world_text(self.at.world, candidate.world)
+        other = self.at.table.other_world()
+        if other is not None and (stored is None or other[0].step > stored.step):
+            return _world_text(self.at.world, other[1])
+        return ""
+
+    def _reject(self, why: str) -> None:
+        assert self.offer is not None, "rejected without an offer"
+        where = f"step {self.offer.point.step}" if self.offer.point else "a start from nothing"
+        self.tried.append(f"{self.offer.source} {where}: {why}")
+        self.at.tell(
+            "restore.rejected", f"{where} ({self.offer.source}) cannot be restored: {why}",
+            level="warning", step=self.offer.point.step if self.offer.point else None,
+            source=self.offer.source, reason=why,
+        )  # fmt: skip
+        self.rejected.add(self.offer)
+        self._release()
+        self.offer, self.offered, self.votes = None, False, {}
+
+    # -- memory
+
+    def _check(self, snapshot: Complete) -> None:
+        self.checking = {key.node for key in snapshot.slots.values()}
+        for key in snapshot.slots.values():
+            self.at.table.lease(key, "restore")
+        for node in sorted(self.checking):
+            self.at.say(CheckMemory(node, snapshot.point, self._names(snapshot.point, node)))
+
+    def _names(self, point: Point, node: int) -> tuple[SlotName, ...]:
+        held = self.at.table.holding(point)
+        return tuple(SlotName(k.rank, k.index) for _, k in sorted(held.items()) if k.node == node)
+
+    def _corrupt(self, rank: int, fact: MemoryChecked) -> None:
+        step = fact.point.step
+        self.at.tell(
+            "memory.corrupt",
+            f"the snapshot of step {step} of rank {rank} in the memory of node {fact.node} is not "
+            f"what was written: {fact.why} It is dropped; an older one is taken.",
+            level="error", rank=rank, step=step,
+        )  # fmt: skip
+        for key, entry in list(self.at.table.of_rank(rank)):
+            if entry.point == fact.point:
+                self.at.forget(key)
+
+    def _release(self) -> None:
+        for key in list(self.at.table.entries):
+            self.at.release(key, "restore")
+
+    # -- offers and election
+
+    def _offer_all(self, choice: Choice) -> None:
+        self.offered = True
+        for rank in sorted(self.at.table.home):
+            self._offer_to(rank, choice)
+
+    def _offer_to(self, rank: int, choice: Choice) -> None:
+        node = self.at.node_of(rank)
+        memory = choice.source == "memory" and choice.point is not None
+        names = self._names(choice.point, node) if memory and choice.point else ()
+        self.at.say(OfferTo(node, rank, choice.source, choice.point, names))
+
+    def _write_branch(self) -> None:
+        assert self.offer is not None, "a branch without an election"
+        if self.owed:
+            # An earlier attempt's branch comes first: the later one names that attempt.
+            self._owe("an earlier attempt's branch is not written yet")
+            return
+        self.at.say(
+            WriteBranch(0, self.at.attempt, self.offer.point, self.offer.source, self.at.world)
+        )
+
+    def _owe(self, why: str) -> None:
+        assert self.offer is not None, "a branch without an election"
+        self.owed.append(OwedBranch(self.at.attempt, self.offer, self.at.world))
+        self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
+        self.at.tell(
+            "branch.owed",
+            f"the store does not take the branch of attempt {self.at.attempt}; training goes on, "
+            f"no checkpoint is written before it: {why}",
+            level="warning", reason=why,
+        )  # fmt: skip
+        self._settle(self.offer)
+
+    def _write_owed(self) -> None:
+        if self.owed:
+            first = self.owed[0]
+            self.at.say(
+                WriteBranch(0, first.attempt, first.choice.point, first.choice.source, first.world)
+            )
+
+    def _owed_written(self, fact: BranchWritten) -> None:
+        if fact.error:
+            self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
+            return
+        self.owed.pop(0)
+        self.at.branched = not self.owed
+        self._write_owed()
+
+    def _settle(self, choice: Choice, *, announce: bool = True) -> None:
+        self.elected = choice
+        self.branching = False
+        self._release()
+        self.at.elected = True
+        self.at.start = choice.point.step if choice.point else 0
+        self.settled(choice)
+        if not announce:
+            return
+        for rank in sorted(self.at.table.home):
+            self.at.say(ElectTo(self.at.node_of(rank), rank, choice.source, choice.point))
+        since = self.at.began if self.asked_at is None else self.asked_at
+        what = f"step {choice.point.step} from {choice.source}" if choice.point else "the start"
+        self.at.tell(
+            "restore.elected", f"attempt {self.at.attempt} goes on from {what}",
+            step=self.at.start, source=choice.source, seconds=self.at.now - since,
+        )  # fmt: skip
+
+    # -- a rank that comes late: its keeper died after the election
+
+    def _serve_single(self, rank: int) -> None:
+        assert self.elected is not None, "served before the election"
+        if self.elected.point is None and self.elected.source != "fresh":
+            what = "the others train, and what they went on from is not known any more."
+            self._refuse_one(rank, KeeperError.code, what, "Start the attempt again.")
+            return
+        node = self.at.node_of(rank)
+        point = self.elected.point
+        snapshot = self.at.table.complete(point) if point is not None else None
+        if point is not None and snapshot is not None:
+            self.singles[rank] = False
+            for key in snapshot.slots.values():
+                if key.node == node:
+                    self.at.table.lease(key, f"restore {rank}")
+            self.at.say(CheckMemory(node, point, self._names(point, node)))
+        elif point is not None:
+            self._offer_to(rank, Choice("store", point))
+        else:
+            self._offer_to(rank, Choice("fresh", None))
+
+    def _singles_checked(self, fact: MemoryChecked) -> None:
+        assert self.elected is not None, "checked before the election"
+        for rank, offered in list(self.singles.items()):
+            if not offered and self.at.node_of(rank) == fact.node:
+                self.singles[rank] = True
+                source = "store" if fact.bad else "memory"
+                self._offer_to(rank, Choice(source, self.elected.point))
+
+    def _single_voted(self, fact: Voted) -> None:
+        assert self.elected is not None, "voted before the election"
+        self.singles.pop(fact.rank, None)
+        for key in list(self.at.table.entries):
+            self.at.release(key, f"restore {fact.rank}")
+        if fact.ok:
+            point = self.elected.point
+            source = self.elected.source
+            self.at.say(ElectTo(self.at.node_of(fact.rank), fact.rank, source, point))
+        else:
+            self._refuse_one(
+                fact.rank,
+                KeeperError.code,
+                f"rank {fact.rank} cannot restore what the others hold already: {fact.reason}",
+            )
+
+    # -- refusals
+
+    def _refuse_all(self, code: str, what: str, hint: str = "") -> None:
+        self.refusal = (code, what, hint)
+        self._release()
+        for rank in sorted(self.asked):
+            self._refuse_one(rank, code, what, hint)
+        self.at.tell("restore.refused", what, level="error", code=code)
+
+    def _refuse_one(self, rank: int, code: str, what: str, hint: str = "") -> None:
+        self.at.say(RefuseTo(self.at.node_of(rank), rank, code, what, hint))
+
+
+_WORLD_HINT = (
+    "Start the job with the saved world size, or give it another --job name to begin anew."
+)
+
+
+def _world_text(world: int, saved: int) -> str:
+    return f"this run has {world} ranks, what is to be restored belongs to {saved}."

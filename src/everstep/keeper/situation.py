@@ -1,0 +1,88 @@
+"""What all parts of the coordinator know: the attempt, its ranks, the slots, the time.
+
+Owns: the shared state and the list of commands that one fact leads to. Never does: I/O, clocks.
+Called by: coordinate and its parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everstep.cadence.policy import Policy
+from everstep.core.events import Level
+from everstep.core.ids import Point
+from everstep.keeper.commands import Command, Forget, Tell
+from everstep.keeper.table import Key, SlotTable
+
+
+@dataclass
+class Situation:
+    """``now`` is the time of the fact at hand; ``out`` collects the commands it leads to.
+
+    ``registered`` are ranks whose workers are attached, ``joined`` nodes whose keepers are.
+    ``elected`` is true once the attempt's recovery point is settled, ``start`` its step, and
+    ``branched`` once the attempt's branch is in the store.
+    """
+
+    table: SlotTable = field(default_factory=SlotTable)
+    policy: Policy = field(default_factory=Policy)
+    now: float = 0.0
+    out: list[Command] = field(default_factory=list)
+    attempt: int = 0
+    resume: str = "auto"
+    expected: bool = False
+    began: float = 0.0
+    registered: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+    elected: bool = False
+    branched: bool = False
+    start: int = 0
+    finished: set[int] = field(default_factory=set)
+
+    @property
+    def world(self) -> int:
+        return len(self.table.home)
+
+    @property
+    def nodes(self) -> list[int]:
+        return sorted(set(self.table.home.values()))
+
+    @property
+    def assembled(self) -> bool:
+        """Whether every rank's worker and every node's keeper is attached."""
+        return (
+            self.world > 0
+            and len(self.registered) == self.world
+            and self.joined.issuperset(self.nodes)
+        )
+
+    def node_of(self, rank: int) -> int:
+        return self.table.home.get(rank, 0)
+
+    def point(self, step: int) -> Point:
+        return Point(step, self.attempt)
+
+    def say(self, command: Command) -> None:
+        self.out.append(command)
+
+    def tell(
+        self,
+        kind: str,
+        text: str,
+        *,
+        level: Level = "info",
+        rank: int | None = None,
+        step: int | None = None,
+        **facts: object,
+    ) -> None:
+        """An event into node 0's journal."""
+        self.say(Tell(0, kind, text, level, rank, step, facts))
+
+    def forget(self, key: Key) -> None:
+        """Make a slot's contents unusable now, or when its last reader is done."""
+        if self.table.forget(key):
+            self.say(Forget(key.node, key.rank, key.index))
+
+    def release(self, key: Key, why: str) -> None:
+        if self.table.release(key, why):
+            self.say(Forget(key.node, key.rank, key.index))

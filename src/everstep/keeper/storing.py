@@ -1,0 +1,165 @@
+"""What the keeper asks of the store: blocking calls that run in threads.
+
+Owns: the opened store and the order of a persist's steps. Never does: decide, retry. Called by:
+node and server, through background.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Collection
+
+from everstep.core.ids import Point
+from everstep.core.points import reach
+from everstep.errors import CommitRefused, CorruptObject, ObjectMissing, StoreError
+from everstep.keeper.facts import Candidate, StoreRead
+from everstep.keeper.holdings import known_digests
+from everstep.keeper.identity import is_alive
+from everstep.keeper.slot import Slot
+from everstep.store import DEFAULT_CHUNK_BYTES, Branch, Job, OwnerIdentity, Retention, open_store
+
+
+class Storing:
+    """One job of one store, opened when it is first needed. Safe to use from several threads."""
+
+    def __init__(self, url: str, job: str) -> None:
+        self._url = url
+        self._name = job
+        self._lock = threading.Lock()
+        self._job: Job | None = None
+        self._same_digest = False
+
+    def job(self) -> Job:
+        """Raises :class:`StoreError` where the store cannot be reached or made."""
+        with self._lock:
+            if self._job is None:
+                store = open_store(self._url, create=True)
+                self._same_digest = store.settings.digest == "xxh3-128"
+                self._job = store.job(self._name)
+            return self._job
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The store's chunk size, or the default where it was not reached yet."""
+        job = self._job
+        return job.chunk_bytes if job is not None else DEFAULT_CHUNK_BYTES
+
+    # -- restore
+
+    def read(self, attempt: int) -> StoreRead:
+        """What there is to go on from."""
+        reach("keeper.read.before_list")
+        job = self.job()
+        branch = job.branches().get(attempt)
+        damaged: list[str] = []
+        candidates = _openable(job, damaged)
+        return StoreRead(
+            attempt=attempt,
+            candidates=tuple(candidates),
+            expected=job.expected(),
+            branched=branch is not None,
+            branch=branch.restored if branch else None,
+            branch_source=branch.source if branch else "",
+            damaged=tuple(damaged),
+        )
+
+    def write_branch(
+        self, attempt: int, point: Point | None, source: str, world: int, facts: dict[str, str]
+    ) -> None:
+        reach("keeper.branch.before_write")
+        fresh = "" if point else "no recovery point exists"
+        kind = source if source in ("memory", "store") else "fresh"
+        self.job().write_branch(
+            attempt,
+            Branch(
+                restored=point, source=kind,  # type: ignore[arg-type]  # narrowed above
+                fresh_reason=fresh, world=world, environment=facts,
+            ),
+        )  # fmt: skip
+        reach("keeper.branch.after_write")
+
+    # -- persist
+
+    def persist(
+        self, slot: Slot, point: Point, allowed: int, agents: Collection[str], facts: dict[str, str]
+    ) -> int:
+        """Store one rank's part; bytes of it. ``allowed`` is the highest attempt served.
+
+        Raises :class:`Superseded` where a stranger claimed a higher one.
+        """
+        reach("keeper.persist.before_claim_check")
+        job = self.job()
+        self._check_claim(job, allowed, agents)
+        snapshot = slot.snapshot()
+        try:
+            if Point(snapshot.step, snapshot.attempt) != point:
+                raise CorruptObject(f"the slot does not hold {point} any more.")
+            known = known_digests(slot, job.chunk_bytes) if self._same_digest else None
+            reach("keeper.persist.before_pack")
+            job.write_rank(snapshot, facts=facts, unique=secrets.token_hex(8), digests=known)
+            reach("keeper.persist.after_index")
+            return snapshot.layout.persist_bytes + snapshot.state.nbytes
+        finally:
+            snapshot.payload.release()
+            snapshot.state.release()
+
+    def commit(self, point: Point, world: int, allowed: int, agents: Collection[str]) -> None:
+        """Complete the checkpoint. Raises :class:`StoreError` where an index is missing still."""
+        reach("keeper.commit.before_claim_check")
+        job = self.job()
+        self._check_claim(job, allowed, agents)
+        reach("keeper.commit.before_manifest")
+        if job.try_commit(point, world) != "committed":
+            raise StoreError(f"not all {world} rank indexes of step {point.step} can be seen yet.")
+        reach("keeper.commit.after_manifest")
+
+    def retain(self, keep_last: int) -> tuple[int, int]:
+        """Delete what S7 allows; how many checkpoints and bytes went."""
+        reach("keeper.retain.before_plan")
+        job = self.job()
+        plan = job.retain(Retention(keep_last=keep_last))
+        report = job.execute(plan)
+        return len(report.tombstoned), report.bytes_freed
+
+    # -- a job without an agent
+
+    def claim(self, identity: OwnerIdentity) -> int:
+        """Own the job and allocate an attempt. Raises :class:`JobOwned`."""
+        job = self.job()
+        job.acquire_owner(identity, is_alive=is_alive)
+        return job.claim(identity)
+
+    def own(self, identity: OwnerIdentity, attempt: int) -> None:
+        self.job().acquire_owner(identity, is_alive=is_alive, attempt=attempt)
+
+    def renew(self, identity: OwnerIdentity, attempt: int) -> None:
+        self.job().renew_owner(identity, attempt=attempt)
+        self._check_claim(self.job(), attempt, (identity.agent,))
+
+    def release(self, identity: OwnerIdentity) -> None:
+        self.job().release_owner(identity)
+
+    def _check_claim(self, job: Job, allowed: int, agents: Collection[str]) -> None:
+        try:
+            job.check_claim(allowed, agents=agents)
+        except CommitRefused as stranger:
+            raise Superseded(stranger.what, hint=stranger.hint) from stranger
+
+
+class Superseded(CommitRefused):
+    """A stranger's higher claim: this process is the zombie."""
+
+
+def _openable(job: Job, damaged: list[str]) -> list[Candidate]:
+    """The candidates from the first that opens on; why those before it do not, into ``damaged``."""
+    points = list(job.candidates())
+    for at, point in enumerate(points):
+        try:
+            world = job.open_checkpoint(point).manifest.world
+        except (CorruptObject, ObjectMissing) as bad:
+            damaged.append(f"checkpoint of step {point.step}: {bad}")
+            continue
+        rest = [Candidate(other, 0) for other in points[at + 1 :]]
+        return [Candidate(point, world), *rest]
+    return []
