@@ -109,7 +109,8 @@ class DataFeed:
             yield self._next_batch()
 
     def position(self) -> dict[str, Any]:
-        """The position after the last batch yielded, as a plain tree.
+        """The position after the last batch yielded, as a plain tree of values that
+        ``everstep.state.encode`` holds (tensors only where the loader's own state has some).
 
         Draws nothing and advances nothing. The process's own RNG at this boundary is not part
         of it: the caller keeps it with the rest of the state.

@@ -1,12 +1,12 @@
 """Generators that the user keeps in a loader, its samplers and its dataset.
 
-Owns: finding them and their state as a plain tree. Never does: draw from one, or touch the
-process's own streams (those are ``everstep.state.rng``). Called by: ``feed``.
+Owns: finding them and their state, in values that ``everstep.state.encode`` holds. Never does:
+draw from one, or touch the process's own streams (those are ``everstep.state.rng``). Called by:
+``feed``.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +55,7 @@ def _attributes(owner: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, 
 
 
 def capture(found: dict[str, Any]) -> dict[str, Any]:
-    """Path to state: a uint8 tensor for torch, text for Python and NumPy."""
+    """Path to state: bytes for torch, what Python and NumPy themselves give for theirs."""
     return {path: _state(generator) for path, generator in found.items()}
 
 
@@ -73,31 +73,20 @@ def restore(found: dict[str, Any], states: dict[str, Any], name: str) -> None:
 
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
-        return json.dumps(generator.getstate())
+        return generator.getstate()
     if isinstance(generator, np.random.RandomState):
-        return json.dumps(generator.get_state(legacy=False), default=_array_to_json)
-    return json.dumps(generator.bit_generator.state, default=_array_to_json)
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
 
 
 def _put(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(state)
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
-        version, inner, gauss = json.loads(state)
-        generator.setstate((version, tuple(inner), gauss))
+        generator.setstate(state)
     elif isinstance(generator, np.random.RandomState):
-        generator.set_state(json.loads(state, object_hook=_array_from_json))
+        generator.set_state(state)
     else:
-        generator.bit_generator.state = json.loads(state, object_hook=_array_from_json)
-
-
-def _array_to_json(value: Any) -> Any:
-    return {"dtype": str(value.dtype), "values": value.tolist()}
-
-
-def _array_from_json(value: dict[str, Any]) -> Any:
-    if set(value) == {"dtype", "values"}:
-        return np.array(value["values"], dtype=value["dtype"])
-    return value
+        generator.bit_generator.state = state

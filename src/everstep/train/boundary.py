@@ -1,0 +1,208 @@
+"""What happens at a step boundary: post it, obey a stop, take the published cut.
+
+Owns: the order of these and the decision what a failing cut means here (R1 raises, everything
+else is reported and training goes on, R3). Never does: choose the step of a cut (R2). Called by:
+:class:`everstep.train.run.Run`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from everstep.core import exits
+from everstep.core.settings import Settings
+from everstep.errors import MemoryTooSmall, NotDurable, PendingGradients
+from everstep.train.connect import Connection
+from everstep.train.cut import Cutter
+from everstep.train.place import Place
+from everstep.train.session import Session
+from everstep.train.stop import TermFlag
+
+_POLL = 0.002
+"""Seconds between two looks at the control page while a stop is being agreed on."""
+
+
+class Preempted(Exception):
+    """The job was asked to stop and this rank has done its part; carries the exit code."""
+
+    def __init__(self, what: str, exit_code: int) -> None:
+        super().__init__(what)
+        self.exit_code = exit_code
+
+
+class Boundary:
+    """The boundaries of one attempt on one rank."""
+
+    def __init__(
+        self, session: Session, connection: Connection, settings: Settings, place: Place
+    ) -> None:
+        self._session = session
+        self._connection = connection
+        self._settings = settings
+        self._place = place
+        self._cutter = Cutter(session, connection, place)
+        self._term = TermFlag()
+        self._told_term = False
+        self._cut_seen = 0
+        self._durable_step = -1
+        self._step_began = time.monotonic_ns()
+        self._first = True
+
+    def start(self, step: int, *, durable: bool) -> None:
+        """Training begins at ``step``; ``durable`` says that the store already holds it."""
+        self._durable_step = step if durable else -1
+        self._restored_step = step
+        self._step_began = time.monotonic_ns()
+        self._connection.post_boundary(step, self._step_began, 0)
+
+    def pass_step(self, step: int) -> None:
+        """``step`` is finished. Raises :class:`Preempted` where the job stops here, and
+        :class:`PendingGradients` (R1)."""
+        now = time.monotonic_ns()
+        self._connection.post_boundary(step, now, now - self._step_began)
+        if self._first:
+            self._first = False
+            self._connection.say(
+                "train.resumed", f"step {step} is done", step=step, restored=self._restored_step
+            )
+        self._session.check_gradients(step)
+        self._connection.keep_alive()
+        self._obey_stop(step)
+        self._obey_cut(step)
+        self._step_began = time.monotonic_ns()
+
+    def checkpoint(self, step: int, *, wait: bool, timeout: float) -> bool:
+        """Cut and persist ``step`` now; see :meth:`everstep.train.run.Run.checkpoint`."""
+        deadline = time.monotonic() + timeout
+        if self._durable_step != step:
+            self._session.check_gradients(step)
+            self._try_cut(step, persist=True, slot_timeout=timeout if wait else 0.5)
+        if not wait:
+            return self._durable_step == step
+        return self._await(step, deadline) is None
+
+    def finish(self, step: int, deadline_seconds: float) -> None:
+        """Commit the last step. Raises :class:`NotDurable` after ``deadline_seconds``."""
+        deadline = time.monotonic() + deadline_seconds
+        why: str | None = None
+        while self._durable_step != step:
+            left = max(deadline - time.monotonic(), 0.1)
+            if why is None or not self._cutter.holds(step):
+                self._try_cut(step, persist=True, slot_timeout=min(left, 30.0))
+            why = self._await(step, deadline)
+            if why is not None and time.monotonic() >= deadline:
+                raise NotDurable(
+                    f"rank {self._place.rank}: the checkpoint of the last step {step} is not "
+                    f"committed after {deadline_seconds:g} s: {why}.",
+                    hint="The keeper holds it and goes on trying; start the job again to wait.",
+                )
+        self._connection.finished(step)
+
+    def report_finished_before(self, step: int, until: int) -> None:
+        """The job had already reached ``until`` when it was started."""
+        self._connection.say(
+            "train.nothing_to_do",
+            f"job {self._settings.job} is finished: step {step} of {until}; "
+            f"a larger `until` continues it",
+            step=step,
+            loud=True,
+        )
+
+    def close(self) -> None:
+        self._term.close()
+        self._cutter.close()
+
+    # -- cuts
+
+    def _obey_cut(self, step: int) -> None:
+        sequence, wanted = self._connection.published_cut()
+        if sequence == self._cut_seen or sequence == 0:
+            return
+        if wanted == step:
+            self._cut_seen = sequence
+            index = self._connection.published_slot(step)
+            if index is not None:
+                self._try_cut(step, persist=False, index=index, sequence=sequence)
+        elif wanted < step:
+            self._cut_seen = sequence
+            self._connection.cut_skipped(wanted, f"learnt of it at step {step}")
+
+    def _try_cut(
+        self,
+        step: int,
+        *,
+        persist: bool,
+        index: int | None = None,
+        sequence: int = 0,
+        slot_timeout: float = 0.0,
+    ) -> bool:
+        try:
+            if index is None:
+                index = self._connection.ask_slot(step, slot_timeout)
+            if index is None:
+                self._connection.say(
+                    "cut.no_slot", f"no slot came free for step {step}", step=step, level="warning"
+                )
+                return False
+            self._cutter.cut(step, index, persist=persist, sequence=sequence)
+        except PendingGradients:
+            raise
+        except MemoryTooSmall as small:
+            self._refuse_small_memory(step, small)
+            return False
+        except Exception as failed:  # noqa: BLE001 - the objects' state_dict is user code (R3)
+            self._connection.cut_failed(step, failed)
+            return False
+        return True
+
+    def _refuse_small_memory(self, step: int, small: MemoryTooSmall) -> None:
+        if not self._cutter.ever_cut:
+            # Nothing is lost yet: better to stop at once than to train without any protection.
+            self._connection.fatal(small)
+            raise small
+        self._connection.cut_failed(step, small)
+
+    def _await(self, step: int, deadline: float) -> str | None:
+        """None once ``step`` is durable, else why it is not."""
+        left = max(deadline - time.monotonic(), 0.0)
+        why = self._connection.await_durable(step, left)
+        if why is None:
+            self._durable_step = step
+        return why
+
+    # -- stops
+
+    def _obey_stop(self, step: int) -> None:
+        if self._term.raised and not self._told_term:
+            self._told_term = True
+            self._connection.preempt(self._settings.grace)
+        requested, stop_step, _ = self._connection.published_stop()
+        if requested and step >= stop_step:
+            self._stop_here(step)
+
+    def _stop_here(self, step: int) -> None:
+        deadline = time.monotonic() + self._settings.grace
+        self._connection.arrived(step)
+        while time.monotonic() < deadline:
+            _, stop_step, final = self._connection.published_stop()
+            if stop_step > step:
+                return  # another rank is further: run on to its step
+            if final and stop_step == step:
+                self._persist_and_leave(step, deadline)
+            self._connection.keep_alive()
+            time.sleep(_POLL)
+        raise Preempted(
+            f"stopped at step {step} without a common cut: the ranks did not meet in "
+            f"{self._settings.grace:g} s",
+            exits.PREEMPTED,
+        )
+
+    def _persist_and_leave(self, step: int, deadline: float) -> None:
+        why: str | None = "already durable"
+        if self._durable_step != step:
+            self._try_cut(step, persist=True, slot_timeout=deadline - time.monotonic())
+            why = self._await(step, deadline)
+        told = f"stopped at step {step}; " + (
+            f"not durable yet ({why})" if why and self._durable_step != step else "it is committed"
+        )
+        raise Preempted(told, exits.PREEMPTED)

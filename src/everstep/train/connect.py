@@ -1,0 +1,208 @@
+"""This rank's line to its keeper, as the training side needs it: never in the way of a step.
+
+Owns: finding or starting the keeper, events from this rank, the watch over the agent. Never does:
+touch tensors. Called by: run, boundary, cut and restore of this room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import select
+import signal
+import socket
+import threading
+import time
+
+from everstep.cadence.policy import Policy
+from everstep.core import exits
+from everstep.core.settings import Settings
+from everstep.errors import EverstepError, NoRecoveryPoint
+from everstep.keeper.address import keeper_of
+from everstep.keeper.client import WorkerLink
+from everstep.keeper.slot import Geometry, Slot
+from everstep.keeper.spawn import start_keeper
+from everstep.keeper.wire import BeginAttempt, CutDone, Fatal, Hello
+from everstep.train.place import Place
+from everstep.train.voice import Voice
+
+CONNECT_SECONDS = 60.0
+
+
+def connect(settings: Settings, place: Place, voice: Voice) -> Connection:
+    """Find this node's keeper, or start it where no agent has (local rank 0 does).
+
+    Raises what the keeper refuses with (:class:`~everstep.errors.JobOwned` and others), or
+    :class:`~everstep.errors.KeeperError` where none answers.
+    """
+    hello = Hello(
+        role="worker",
+        pid=os.getpid(),
+        launch=place.launch,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        node=place.node,
+    )
+    settings = dataclasses.replace(settings, node=place.node, nodes=place.nodes)
+    alone = not settings.attempt
+    begin = restart = None
+    if alone and place.local_rank == 0:
+        begin = _begin(settings, place)
+
+        def restart() -> object:
+            return start_keeper(settings, place.node)
+
+    link = WorkerLink.connect(
+        keeper_of(settings), hello, begin=begin, restart=restart, timeout=CONNECT_SECONDS
+    )
+    if begin is not None and place.nodes > 1 and place.node == 0:
+        _publish_coordinator(link, begin.token)
+    if place.agent_pid:
+        _end_with(place.agent_pid)
+    voice.link, voice.attempt = link, link.attempt
+    return Connection(link, place, voice)
+
+
+class Connection:
+    """What the rest of the room asks and tells. Nothing here raises for a keeper that is away;
+    what must be known to be said raises nothing either, because the journal has it."""
+
+    def __init__(self, link: WorkerLink, place: Place, voice: Voice) -> None:
+        self.link = link
+        self.attempt = link.attempt
+        self._place = place
+        self._voice = voice
+        self.say = voice.say
+
+    # -- the control page
+
+    def post_boundary(self, step: int, now_nanos: int, step_nanos: int) -> None:
+        self.link.page.post_boundary(self._place.local_rank, step, now_nanos, step_nanos)
+
+    def published_cut(self) -> tuple[int, int]:
+        """(sequence, step); sequence 0 where none is published."""
+        return self.link.page.cut()
+
+    def published_slot(self, step: int) -> int | None:
+        """The slot of the cut that is published for ``step``, None where it was taken back."""
+        found = self.link.page.cut_at(self._place.local_rank, step)
+        return None if found is None else found[1]
+
+    def published_stop(self) -> tuple[bool, int, bool]:
+        return self.link.page.stop()
+
+    def demoted(self) -> int:
+        return self.link.page.demoted()
+
+    def keep_alive(self) -> bool:
+        """Notice a keeper that died and take one step of the way back; never waits."""
+        return self.link.reconnect_if_needed(time.monotonic())
+
+    # -- cuts
+
+    def open_slots(self, geometry: Geometry) -> tuple[Slot, Slot]:
+        return self.link.open_slots(geometry)
+
+    def slots(self) -> tuple[Slot, Slot] | None:
+        return self.link.slots
+
+    def ask_slot(self, step: int, timeout: float) -> int | None:
+        return self.link.ask_slot(step, timeout=timeout)
+
+    def cut_done(self, done: CutDone) -> None:
+        self.link.page.post_cut(self._place.local_rank, int(done.seconds * 1e9))
+        self.link.cut_done(done)
+
+    def cut_skipped(self, step: int, reason: str) -> None:
+        self.link.cut_skipped(step, reason)
+
+    def cut_failed(self, step: int, failed: BaseException) -> None:
+        """A cut of this rank failed; training goes on, the event says why (R3)."""
+        text = str(failed) if isinstance(failed, EverstepError) else _named(failed)
+        self.say("cut.failed", f"no snapshot of step {step}: {text}", step=step, level="error")
+        self.link.cut_skipped(step, text)
+
+    def await_durable(self, step: int, timeout: float) -> str | None:
+        """None where the checkpoint of ``step`` is committed, else why not (yet)."""
+        result = self.link.await_durable(step, timeout=timeout)
+        return None if result.durable else result.reason or "not in time"
+
+    def arrived(self, step: int) -> None:
+        self.link.arrived(step)
+
+    def preempt(self, grace: float) -> None:
+        self.link.preempt(grace)
+
+    # -- ends
+
+    def fatal(self, error: EverstepError) -> None:
+        """Tell the agent that a restart cannot help."""
+        code = exits.NO_RECOVERY_POINT if isinstance(error, NoRecoveryPoint) else exits.REFUSED
+        self.link.fatal(Fatal(error.code, str(error), code, self._place.rank))
+
+    def finished(self, step: int) -> None:
+        """The last step is committed."""
+        self.say("train.finished", f"step {step} is committed", step=step)
+
+    def close(self, *, finished: bool) -> None:
+        self._voice.close()
+        self.link.goodbye(finished=finished)
+
+
+def _begin(settings: Settings, place: Place) -> BeginAttempt:
+    """What local rank 0 says where no agent runs; the keeper claims the attempt itself."""
+    coordinator, token = _find_coordinator() if place.node else (None, secrets.token_hex(16))
+    return BeginAttempt(
+        launch=place.launch,
+        attempt=0,
+        node=place.node,
+        ranks_of_node=place.ranks_of_node,
+        resume=settings.resume,
+        coordinator=coordinator,
+        token=token,
+        policy=Policy(settings.snapshot_every, settings.checkpoint_every),
+        keep_last=settings.keep_last,
+    )
+
+
+_COORDINATOR_KEY = "everstep/coordinator"
+
+
+def _publish_coordinator(link: WorkerLink, token: str) -> None:
+    """Node 0's local rank 0 tells the other nodes' where its keeper listens."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    port = link.begun.port if link.begun is not None else 0
+    _get_default_store().set(_COORDINATOR_KEY, f"{socket.gethostname()} {port} {token}")
+
+
+def _find_coordinator() -> tuple[tuple[str, int], str]:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    host, port, token = _get_default_store().get(_COORDINATOR_KEY).decode().split()
+    return (host, int(port)), token
+
+
+def _end_with(agent_pid: int) -> None:
+    """End this process when the agent dies: the second guard beside the keeper's.
+
+    A thread on a pidfd, because PR_SET_PDEATHSIG follows the agent's thread, not its process.
+    """
+    try:
+        fd = os.pidfd_open(agent_pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    threading.Thread(target=_wait_and_end, args=(fd,), name="everstep-agent", daemon=True).start()
+
+
+def _wait_and_end(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

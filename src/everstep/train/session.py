@@ -1,0 +1,134 @@
+"""The attached objects of one run: read at a boundary, filled at a restore.
+
+Owns: what is kept beside the objects (step, RNG, data position) and DDP's bucket order. Never
+does: cut, load bytes, talk to the keeper. Called by: cut, boundary, restore and run of this room.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.core.layout import RankState, TensorRef
+from everstep.errors import PendingGradients, StateMismatch
+from everstep.state import difference, restore, rng
+from everstep.state.ddp import rebuild_buckets_now
+from everstep.state.gradients import Gradients
+from everstep.state.inspect import Attached, LiveState
+from everstep.state.objects import Objects
+from everstep.state.restore import Destination
+from everstep.train.data import DataFeed
+from everstep.train.options import Options
+from everstep.train.place import Place
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recovery point on its way into the objects: bytes first, records after the vote."""
+
+    state: RankState
+    tree: Objects
+    tensors: tuple[torch.Tensor, ...]
+    destinations: tuple[Destination, ...]
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    def wanted(self) -> list[tuple[TensorRef, memoryview]]:
+        """What to read and where its bytes go."""
+        return [(d.ref, d.view) for d in self.destinations if d.ref.nbytes]
+
+    def finish_tensors(self) -> None:
+        """Have what was read over bounce buffers in the tensors themselves."""
+        for destination in self.destinations:
+            destination.finish()
+
+
+class Session:
+    """Everything that one rank saves. Raises :class:`~everstep.errors.UsageError` for objects
+    that cannot be saved."""
+
+    def __init__(
+        self, objects: Mapping[str, Any], place: Place, options: Options, feed: DataFeed | None
+    ) -> None:
+        self.attached = Attached(
+            objects, replicated=options.replicated, rank=place.rank, world=place.world
+        )
+        self.attached.check()
+        self._feed = feed
+        self._place = place
+        self._fix_bucket_order()
+        self._gradients = Gradients(self.attached)
+
+    def resolve(self, step: int) -> LiveState:
+        """The state at the boundary of ``step``, still in the user's memory."""
+        extra = {
+            "step": step,
+            "rng": rng.capture(),
+            "data": None if self._feed is None else self._feed.position(),
+        }
+        return self.attached.resolve(step, extra)
+
+    def check_gradients(self, step: int) -> None:
+        """Raises :class:`PendingGradients` where the boundary would lose gradients (R1)."""
+        why = self._gradients.pending()
+        if why is not None:
+            raise PendingGradients(f"rank {self._place.rank}, step {step}: {why}")
+
+    def prepare(self, state: RankState) -> Loaded:
+        """Destinations for a saved state. Nothing is changed yet.
+
+        Raises :class:`~everstep.errors.StateMismatch` telling all that differs.
+        """
+        tree = restore.decode(state)
+        difference.check(self.attached, state, tree)
+        pairs = restore.targets(self.attached, state, tree)
+        return Loaded(
+            state,
+            tree,
+            tuple(tensor for _, tensor in pairs),
+            tuple(Destination(ref, tensor) for ref, tensor in pairs),
+        )
+
+    def apply(self, loaded: Loaded) -> None:
+        """After the vote: hand the records to the objects, go to the data position, and put the
+        RNG of the boundary back last, because everything before may have drawn from it."""
+        extra = restore.extra(self.attached, loaded.state, loaded.tree, loaded.tensors)
+        self._check_data(extra["data"])
+        restore.apply(self.attached, loaded.state, loaded.tree, loaded.tensors)
+        if self._feed is not None and extra["data"] is not None:
+            self._feed.restore(extra["data"])
+            self._feed.prepare()
+        rng.restore(extra["rng"])
+
+    def close(self) -> None:
+        """Take the hooks off the user's objects."""
+        self._gradients.close()
+
+    def _check_data(self, position: object) -> None:
+        if (position is None) != (self._feed is None):
+            raise StateMismatch(
+                "the saved state was made "
+                + ("with" if self._feed is None else "without")
+                + " a loader, and the script attaches "
+                + ("none." if self._feed is None else "one."),
+                hint="Attach the same objects as before.",
+            )
+
+    def _fix_bucket_order(self) -> None:
+        if self._place.world <= 2:
+            return
+        for keyword, module in self.attached.modules():
+            if isinstance(module, DistributedDataParallel) and not rebuild_buckets_now(module):
+                warnings.warn(
+                    f"everstep: this torch does not let {keyword} fix its order of gradient sums "
+                    f"at once; with {self._place.world} ranks a resumed run may differ from an "
+                    "undisturbed one in the last bits.",
+                    stacklevel=3,
+                )

@@ -1,0 +1,98 @@
+"""The events of this rank: to the keeper, which journals them and tells the agent.
+
+Owns: making events and where they go while there is no keeper. Never does: decide anything, hold
+a step up. Called by: every module of this room that has something to say.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from everstep.core.events import Event, Level, encode_line
+from everstep.core.settings import Settings
+from everstep.keeper.client import WorkerLink
+from everstep.train.place import Place
+
+
+class Voice:
+    """Says what happens on one rank. ``link`` and ``attempt`` come with the connection."""
+
+    def __init__(self, settings: Settings, place: Place) -> None:
+        self._settings = settings
+        self._place = place
+        self.link: WorkerLink | None = None
+        self.attempt = settings.attempt
+        self._journal = (
+            os.open(settings.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if settings.events
+            else None
+        )
+
+    def say(
+        self,
+        kind: str,
+        text: str,
+        *,
+        step: int | None = None,
+        level: Level = "info",
+        loud: bool = False,
+        **facts: object,
+    ) -> None:
+        """One event. ``loud`` prints it here on rank 0 where no agent would."""
+        event = self._event(kind, text, step, level, facts)
+        if self.link is None or not self.link.report(event):
+            self._append(event)
+        if loud and self._place.rank == 0 and not self._settings.attempt:
+            print(f"everstep: {text}", file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.say("train.warning", text, level="warning", loud=True)
+
+    def report_replay(self, done: int, total: int) -> None:
+        """Progress of batches that are fetched again to reach the data position."""
+        if done == total or done % max(total // 10, 1) == 0:
+            self.say("data.replay", f"replayed {done} of {total} batches", done=done, total=total)
+
+    def log_values(self, step: int, values: dict[str, Any]) -> None:
+        """What ``run.log`` was given: a line of the journal, where there is one."""
+        if self._journal is not None:
+            figures = {name: _figure(value) for name, value in values.items()}
+            self._append(self._event("train.log", "", step, "debug", figures))
+
+    def close(self) -> None:
+        self.link = None
+        if self._journal is not None:
+            os.close(self._journal)
+            self._journal = None
+
+    def _event(
+        self, kind: str, text: str, step: int | None, level: Level, facts: dict[str, object]
+    ) -> Event:
+        return Event(
+            wall=time.time(),
+            mono=time.monotonic(),
+            source="worker",
+            kind=kind,
+            text=text,
+            level=level,
+            job=self._settings.job,
+            attempt=self.attempt,
+            rank=self._place.rank,
+            node=self._place.node,
+            step=step,
+            facts=facts,
+        )
+
+    def _append(self, event: Event) -> None:
+        # One write on O_APPEND: lines of several processes do not mix.
+        if self._journal is not None:
+            os.write(self._journal, encode_line(event))
+
+
+def _figure(value: Any) -> object:
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    return float(value)
