@@ -13,6 +13,7 @@ from everstep.cli.probes.disk import DiskMeasured
 from everstep.cli.probes.machine import ClockMeasured, Features, MemoryMeasured, SignalMasks
 from everstep.cli.probes.pytorch import TorchMeasured
 from everstep.cli.report import size
+from everstep.keeper.memory import RESERVE
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -113,13 +114,11 @@ def on_inodes(disk: DiskMeasured) -> Finding:
 def on_memory(memory: MemoryMeasured, newest: int) -> Finding:
     """Whether two snapshots fit; ``newest`` stands for the size of one, 0 where unknown."""
     facts = msgspec.to_builtins(memory)
-    room = memory.available if memory.limit is None else memory.limit - memory.used
-    room = min(room, memory.available)
-    limit = "no limit" if memory.limit is None else f"limit {size(memory.limit)}"
-    what = f"{size(room)} usable ({limit}, {size(memory.available)} available on the machine)"
-    if newest and room < SLOT_COPIES * newest:
+    what = f"{size(memory.free)} free of {size(memory.total)} ({memory.whose})"
+    needed = SLOT_COPIES * newest + RESERVE if newest else 0
+    if memory.free < needed:
         advice = (
-            f"Snapshots need {size(SLOT_COPIES * newest)} beside the training itself. "
+            f"Two snapshots need {size(needed)} beside the training itself. "
             "Raise the memory limit or use more nodes."
         )
         return Finding("memory", "fail", what, advice, facts)

@@ -1,7 +1,7 @@
 """Measures memory, clock, signals and kernel features of this process's surroundings.
 
-Owns: reading /proc and /sys (under a root that is handed in) and trying system calls. Never does:
-judge. Called by: cli.doctor.
+Owns: reading /proc and trying system calls; memory limits are read as the keeper reads them. Never
+does: judge. Called by: cli.doctor.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 
 import msgspec
 
-_UNLIMITED_V1 = 1 << 60
-"""cgroup v1 writes "no limit" as a huge page count."""
+from everstep.keeper.memory import read_limits
+
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
 """More than the kernel's struct timex has on any architecture."""
 
 
 class MemoryMeasured(msgspec.Struct, frozen=True):
-    """Bytes. ``limit`` is the tightest of this process's control groups, None for no limit, and
-    ``used`` what counts against it; ``shm`` is the size of /dev/shm, None where there is none."""
+    """Bytes. ``free`` of ``total`` is what the tightest limit leaves, ``whose`` names it; ``shm``
+    is the size of /dev/shm, None where there is none."""
 
-    available: int
-    limit: int | None
-    used: int
+    free: int
+    total: int
+    whose: str
     shm: int | None
 
 
@@ -60,11 +60,9 @@ class Features(msgspec.Struct, frozen=True):
 
 
 def measure_memory(root: Path = Path("/")) -> MemoryMeasured:
-    """Memory as the control groups, /proc/meminfo and /dev/shm below ``root`` say."""
-    meminfo = (root / "proc/meminfo").read_text()
-    cgroups = (root / "proc/self/cgroup").read_text()
-    limit, used = _tightest(root, cgroups)
-    return MemoryMeasured(_meminfo(meminfo, "MemAvailable"), limit, used, _shm(root / "dev/shm"))
+    """The limit that a keeper would meet first, read below ``root``."""
+    tightest = min(read_limits(root), key=lambda limit: limit.free)
+    return MemoryMeasured(tightest.free, tightest.total, tightest.whose, _shm(root / "dev/shm"))
 
 
 def measure_clock(watch: float = 0.2) -> ClockMeasured:
@@ -95,46 +93,6 @@ def try_features() -> Features:
         abstract_socket=_works(_abstract_socket),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
-
-
-def _meminfo(text: str, name: str) -> int:
-    line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
-def _tightest(root: Path, cgroups: str) -> tuple[int | None, int]:
-    best: tuple[int | None, int] = (None, 0)
-    for line in cgroups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names = ("memory.max", "memory.current")
-            base = root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            base = root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        for group in _upwards(base, path):
-            limit, used = (_number(group / name) for name in names)
-            if limit is not None and (best[0] is None or limit - (used or 0) < best[0] - best[1]):
-                best = limit, used or 0
-    return best
-
-
-def _upwards(base: Path, path: str) -> list[Path]:
-    """The group's folder and all above it; in a container the path may lie outside the mount."""
-    parts = Path(path.lstrip("/")).parts
-    return [base.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    if not text.isdigit() or int(text) >= _UNLIMITED_V1:
-        return None
-    return int(text)
 
 
 def _shm(folder: Path) -> int | None:
