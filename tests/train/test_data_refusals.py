@@ -400,6 +400,28 @@ def test_persistent_workers_live_on_where_the_dataset_is_declared_deterministic(
     assert "workers start anew with each epoch" in told[0]
 
 
+def test_persistent_workers_fetch_nothing_to_resume_where_batches_are_skipped() -> None:
+    class Shared(Counted):
+        served = multiprocessing.Value("i", 0)
+
+        def __getitem__(self, index: int) -> int:
+            with self.served.get_lock():
+                self.served.value += 1
+            return index
+
+    def make() -> DataLoader[int]:
+        return DataLoader(Shared(), 2, num_workers=2, persistent_workers=True)
+
+    left = _stop(make, 8, deterministic_dataset=True)
+    Shared.served.value = 0
+    feed = DataFeed(make(), deterministic_dataset=True)
+    feed.restore(left[0])
+    feed.prepare()
+    assert left[0]["epoch"] == 1
+    assert Shared.served.value == 0
+    feed.close()
+
+
 def test_a_failing_prepare_leaves_the_streams_as_found() -> None:
     left = _stop(lambda: DataLoader(Counted(), 2, shuffle=True), 3)
     feed = DataFeed(DataLoader(Counted(4), 2, shuffle=True))
