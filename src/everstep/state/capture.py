@@ -68,8 +68,9 @@ class Capture:
         marks, stored = live.fingerprints, self._marks
         changed = False
         for at, index in enumerate(self._index):
-            if stored[at] != marks[index]:
-                stored[at] = marks[index]
+            mark = marks[index]
+            if stored[at] is not mark and stored[at] != mark:
+                stored[at] = mark
                 self._sources[at] = self._source(at, live.tensors[index])
                 changed = True
         if changed:

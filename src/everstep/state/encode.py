@@ -21,7 +21,7 @@ import torch
 
 from everstep.errors import UnsavableObject
 from everstep.state import sharding
-from everstep.state.memory import dtype_of, is_opaque
+from everstep.state.memory import OPAQUE, dtype_of
 
 Path = tuple["Path | None", object]
 TensorIndex = Callable[[torch.Tensor, str], int]
@@ -199,7 +199,7 @@ class _Packer:
         if self._tensor is None:
             raise UnsavableObject(f"{name} is a tensor where only plain values can be saved.")
         index = self._tensor(value, name)
-        dtype = str(value.dtype).removeprefix("torch.") if is_opaque(value.dtype) else ""
+        dtype = str(value.dtype).removeprefix("torch.") if value.dtype in OPAQUE else ""
         parameter = isinstance(value, torch.nn.Parameter)
         spec = sharding.describe(value) if sharding.is_dtensor(value) else None
         return self.extension(_TENSOR, [index, dtype, parameter, value.requires_grad, spec])

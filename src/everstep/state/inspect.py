@@ -6,6 +6,7 @@ create or change anything in the user's objects (R1), any collective (R2). Calle
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from everstep.core.layout import SHARED, Box, RankState, TensorRef
 from everstep.errors import UnsavableObject, UsageError
 from everstep.state import sharding
 from everstep.state.encode import encode
-from everstep.state.memory import Fingerprint, check_plain, dtype_name, fingerprint, is_opaque
+from everstep.state.memory import OPAQUE, Fingerprint, check_plain, dtype_name, fingerprint
 from everstep.state.modules import Sharing, Site, flags_of, walk
 from everstep.state.objects import (
     EntryRecord,
@@ -32,6 +33,9 @@ from everstep.state.objects import (
 
 EXTRA = "@run"
 """Prefix of the names of tensors that train adds; no keyword can be called so."""
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+"""Types whose memory may be asked for without a look at what else they are."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -90,7 +94,7 @@ class Attached:
         self.treated = {keyword: _treatment(keyword, held) for keyword, held in objects.items()}
         self.replicated = frozenset(replicated)
         self._demoted: frozenset[str] = frozenset()
-        self._memo: dict[str, tuple[object, Held]] = {}
+        self._memo: dict[str, tuple[Fingerprint, Sharing, object, Held]] = {}
         unknown = sorted(self.replicated - set(objects))
         if unknown:
             raise UsageError(f"replicated={unknown} names no attached object.")
@@ -205,7 +209,8 @@ class _Reading:
 
     def __post_init__(self) -> None:
         self._names: set[str] = set()
-        self._seen: dict[Fingerprint, int] = {}
+        self._seen: dict[int, int] = {}
+        self._views: dict[Fingerprint, int] = {}
         self._parameters: dict[int, tuple[str, Sharing]] = {}
         self._everywhere = tuple(range(self.attached.world))
         self._alone = (self.attached.rank,)
@@ -290,9 +295,9 @@ class _Reading:
                 rest[key] = value
                 continue
             tensors[key] = self._add(f"{prefix}.{key}", value, sharing)
-            if is_opaque(value.dtype):
+            if value.dtype in OPAQUE:
                 dtypes[key] = str(value.dtype).removeprefix("torch.")
-            if sharding.is_dtensor(value):
+            if type(value) is not torch.Tensor and sharding.is_dtensor(value):
                 sharded.append(key)
         packed = self._encode(rest, prefix, sharing) if rest else b""
         order = tuple(state) if rest and tensors else ()
@@ -313,48 +318,49 @@ class _Reading:
         Only tensors that have to be there under their own name (``unique``) are aliases; a value
         that is met a second time needs just the index.
         """
-        name = self._free(name)
+        if name in self._names:
+            name = self._free(name)
+        self._names.add(name)
         part = sharding.local(tensor)
-        if part.layout is not torch.strided or part.is_meta:
+        if type(part) not in _PLAIN or part.layout is not torch.strided or part.is_meta:
             check_plain(part, name)
-        mark = fingerprint(part)
-        first = self._seen.get(mark) if part.numel() else None
-        if first is not None and self.held[first].ref.dtype == dtype_name(part.dtype):
+        mark, held = self._held(name, tensor, part, sharing)
+        first = self._seen.get(mark[0])
+        if first is not None and self.fingerprints[first] != mark:
+            first = self._views.get(mark)
+        if first is not None and part.numel():
             if unique:
                 self.aliases[name] = self.held[first].ref.fqn
             return first
         index = len(self.held)
-        self.held.append(self._held(name, tensor, part, mark, sharing))
+        self.held.append(held)
         self.tensors.append(part)
         self.fingerprints.append(mark)
-        self._seen[mark] = index
+        if self._seen.setdefault(mark[0], index) != index:
+            self._views.setdefault(mark, index)
         return index
 
     def _free(self, name: str) -> str:
-        """``name``, or a numbered form where keys with dots gave the same one before."""
-        candidate, count = name, 1
-        while candidate in self._names:
-            count += 1
-            candidate = f"{name}~{count}"
-        self._names.add(candidate)
-        return candidate
+        """A numbered form of a name that keys with dots gave before."""
+        return next(n for c in itertools.count(2) if (n := f"{name}~{c}") not in self._names)
 
     def _held(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        part: torch.Tensor,
-        mark: Fingerprint,
-        sharing: Sharing,
-    ) -> Held:
-        key = (mark[1], mark[3], mark[4], sharing, _layout_key(tensor))
+        self, name: str, tensor: torch.Tensor, part: torch.Tensor, sharing: Sharing
+    ) -> tuple[Fingerprint, Held]:
+        """The tensor's fingerprint and description; those of the last reading where they hold."""
+        mark = fingerprint(part)
+        wrapper = None if part is tensor else _layout_key(tensor)
         known = self.attached._memo.get(name)
-        if known is not None and known[0] == key:
-            return known[1]
+        if known is not None and known[1] == sharing and known[2] == wrapper:
+            if known[0] == mark:
+                return known[0], known[3]
+            if known[0][1] == mark[1] and known[0][3:5] == mark[3:5]:
+                self.attached._memo[name] = (mark, sharing, wrapper, known[3])
+                return mark, known[3]
         check_plain(part, name)
         held = self._describe(name, tensor, part, sharing)
-        self.attached._memo[name] = (key, held)
-        return held
+        self.attached._memo[name] = (mark, sharing, wrapper, held)
+        return mark, held
 
     def _describe(
         self, name: str, tensor: torch.Tensor, part: torch.Tensor, sharing: Sharing
@@ -379,11 +385,8 @@ class _Reading:
         return Held(shared, self._everywhere, sharing == "replicated", sharing)
 
 
-def _layout_key(tensor: torch.Tensor) -> object:
-    if not sharding.is_dtensor(tensor):
-        return None
-    spec: Any = tensor
-    return (spec.shape, spec.placements, id(spec.device_mesh))
+def _layout_key(tensor: Any) -> object:
+    return (tensor.shape, tensor.placements, id(tensor.device_mesh))
 
 
 def _device_name(device: torch.device) -> str:

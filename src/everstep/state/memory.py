@@ -18,7 +18,7 @@ _NAMES: dict[torch.dtype, str] = {
     for name in ITEMSIZE
     if isinstance(getattr(torch, name, None), torch.dtype)
 }
-_OPAQUE: dict[torch.dtype, str] = {
+OPAQUE: dict[torch.dtype, str] = {
     getattr(torch, name): kind
     for kind, names in {
         "uint8": [*(f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)),
@@ -28,6 +28,7 @@ _OPAQUE: dict[torch.dtype, str] = {
     for name in names
     if isinstance(getattr(torch, name, None), torch.dtype)
 }  # fmt: skip
+"""Dtypes that a layout names by an integer of their size: sub-byte integers and raw bits."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Fingerprint = tuple[Any, ...]
@@ -36,12 +37,7 @@ Fingerprint = tuple[Any, ...]
 def dtype_name(dtype: torch.dtype) -> str | None:
     """The dtype's name in a layout; those without one of their own are kept as raw integers.
     None for quantized dtypes, whose scale and zero point are no bytes of the tensor."""
-    return _NAMES.get(dtype) or _OPAQUE.get(dtype)
-
-
-def is_opaque(dtype: torch.dtype) -> bool:
-    """Whether a layout names this dtype by an integer of its size (sub-byte and bits dtypes)."""
-    return dtype in _OPAQUE
+    return _NAMES.get(dtype) or OPAQUE.get(dtype)
 
 
 def dtype_of(name: str) -> torch.dtype:
