@@ -1,6 +1,6 @@
 """Objects as files of one folder, with the write discipline of S9.
 
-Owns: temporaries, fsync, link, rename, folder fsync, O_DIRECT and the translation of ``OSError``.
+Owns: temporaries, fsync, link, rename, folder fsync, O_DIRECT.
 Never does: records, checksums (its callers check what they read). Called by: the store through
 :class:`everstep.store.backends.Backend`.
 """
@@ -19,18 +19,9 @@ import xxhash
 
 from everstep.core import points
 from everstep.core.clock import Clock
-from everstep.errors import (
-    BadName,
-    BadStoreUrl,
-    CorruptObject,
-    ObjectExists,
-    ObjectMissing,
-    StaleVersion,
-    StoreError,
-    StoreFull,
-    StoreNotWritable,
-)
+from everstep.errors import BadName, BadStoreUrl, ObjectExists, ObjectMissing, StaleVersion
 from everstep.store.backends import Buffer, Condition, ObjectInfo, Version, parts_of
+from everstep.store.backends.failures import missing, short, translated
 from everstep.store.backends.posix import FileInfo, Os, PosixOs
 
 WRITE_BYTES = 8 << 20
@@ -64,7 +55,7 @@ class LocalBackend:
             size = self._os.size(fd)
             wanted = max(0, size - offset) if length is None else length
             if offset + wanted > size:
-                raise _short(key, offset, wanted, size)
+                raise short(key, offset, wanted, size)
             data = bytearray(wanted)
             self._fill(key, fd, memoryview(data), offset)
         return bytes(data)
@@ -74,10 +65,10 @@ class LocalBackend:
             self._fill(key, fd, buffer, offset)
 
     def stat(self, key: str) -> ObjectInfo:
-        with _translated(key, "look at"):
+        with translated(key, "look at"):
             found = self._os.stat(self._path(key))
         if found.folder:
-            raise _missing(key)
+            raise missing(key)
         return ObjectInfo(key, found.size, found.modified)
 
     def get_versioned(self, key: str) -> tuple[bytes, Version]:
@@ -101,7 +92,7 @@ class LocalBackend:
 
     def create(self, key: str, parts: Buffer | Iterable[Buffer]) -> None:
         path = self._path(key)
-        with _translated(key, "write"):
+        with translated(key, "write"):
             temporary = self._write_temporary(path, parts_of(parts))
             try:
                 points.reach("store.local.before_link")
@@ -122,7 +113,7 @@ class LocalBackend:
     def put(self, key: str, data: bytes, if_version: Condition = None) -> Version:
         path = self._path(key)
         folder, name = os.path.split(path)
-        with _translated(key, "replace"):
+        with translated(key, "replace"):
             self._make_folders(folder)
             with self._os.lock(f"{folder}/{_LOCK}{name}"):
                 self._check_version(key, if_version)
@@ -134,7 +125,7 @@ class LocalBackend:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with _translated(key, "delete"):
+        with translated(key, "delete"):
             try:
                 self._os.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -147,7 +138,7 @@ class LocalBackend:
         removed = 0
         for path, found in self._temporaries(self.root):
             if found.modified < older_than:
-                with _translated(path, "remove"):
+                with translated(path, "remove"):
                     self._os.unlink(path)
                 removed += 1
         return removed
@@ -237,12 +228,12 @@ class LocalBackend:
         while done < len(buffer):
             n = self._os.pread_into(fd, buffer[done:], offset + done)
             if n == 0:
-                raise _short(key, offset, len(buffer), offset + done)
+                raise short(key, offset, len(buffer), offset + done)
             done += n
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[int]:
-        with _translated(key, "read"):
+        with translated(key, "read"):
             fd = self._os.open_read(self._path(key))
             try:
                 yield fd
@@ -265,7 +256,7 @@ class LocalBackend:
     # folders
 
     def _make_root(self) -> None:
-        with _translated(self.root, "make the store's folder"):
+        with translated(self.root, "make the store's folder"):
             missing = []
             path = self.root
             while not self._exists(path):
@@ -317,7 +308,7 @@ class LocalBackend:
         return True
 
     def _entries(self, folder: str) -> Sequence[tuple[str, bool]]:
-        with _translated(folder or self.root, "list"):
+        with translated(folder or self.root, "list"):
             try:
                 found = self._os.entries(self._path(folder) if folder else self.root)
             except (FileNotFoundError, NotADirectoryError):
@@ -380,41 +371,6 @@ def path_of(url: str) -> str:
             hint="Write file:///absolute/path (three slashes), or a plain path.",
         )
     return os.path.abspath(unquote(parts.path))
-
-
-@contextmanager
-def _translated(key: str, doing: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _translate(error, key, doing) from error
-
-
-def _translate(error: OSError, key: str, doing: str) -> StoreError:
-    what = f"cannot {doing} {key}: {error.strerror or error}."
-    number = error.errno
-    if number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and doing in ("read", "look at"):
-        return _missing(key)
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull(what, hint="Free space, inodes or quota there; the next save is complete.")
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreNotWritable(
-            what, hint="Give this user access to the store's folder, or pass another --store."
-        )
-    if number in (errno.ENOENT, errno.ENOTDIR):
-        return StoreError(what, hint="Was the store's file system unmounted or its folder removed?")
-    return StoreError(what, hint="Look at the disk or the mount of the store.")
-
-
-def _missing(key: str) -> ObjectMissing:
-    return ObjectMissing(f"{key} does not exist.", hint="Look at the store's path and its mount.")
-
-
-def _short(key: str, offset: int, wanted: int, size: int) -> CorruptObject:
-    return CorruptObject(
-        f"{key} ends at byte {size}; bytes {offset} to {offset + wanted} were wanted.",
-        hint="The object is cut short; another checkpoint has to be used.",
-    )
 
 
 def _version(data: bytes) -> Version:

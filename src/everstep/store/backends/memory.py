@@ -11,14 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from everstep.core.clock import Clock, SystemClock
-from everstep.errors import (
-    BadStoreUrl,
-    CorruptObject,
-    ObjectExists,
-    ObjectMissing,
-    StaleVersion,
-)
+from everstep.errors import BadStoreUrl, ObjectExists, StaleVersion
 from everstep.store.backends import Buffer, Condition, ObjectInfo, Version, parts_of
+from everstep.store.backends.failures import missing, short
 
 _spaces: dict[str, MemoryBackend] = {}
 _spaces_lock = threading.Lock()
@@ -40,10 +35,7 @@ class MemoryBackend:
         data = self._find(key)
         end = len(data) if length is None else offset + length
         if end > len(data):
-            raise CorruptObject(
-                f"{key} ends at byte {len(data)}; bytes {offset} to {end} were wanted.",
-                hint="The object is cut short; another checkpoint has to be used.",
-            )
+            raise short(key, offset, end - offset, len(data))
         return data[offset:end]
 
     def read_into(self, key: str, buffer: memoryview, offset: int) -> None:
@@ -53,7 +45,7 @@ class MemoryBackend:
         with self._lock:
             if key in self.objects:
                 return ObjectInfo(key, len(self.objects[key]), self.modified[key])
-        raise _missing(key)
+        raise missing(key)
 
     def create(self, key: str, parts: Buffer | Iterable[Buffer]) -> None:
         data = b"".join(parts_of(parts))
@@ -69,7 +61,7 @@ class MemoryBackend:
         with self._lock:
             if key in self.objects:
                 return self.objects[key], str(self._versions[key])
-        raise _missing(key)
+        raise missing(key)
 
     def put(self, key: str, data: bytes, if_version: Condition = None) -> Version:
         with self._lock:
@@ -117,7 +109,7 @@ class MemoryBackend:
         with self._lock:
             if key in self.objects:
                 return self.objects[key]
-        raise _missing(key)
+        raise missing(key)
 
 
 def open_url(url: str, create: bool, clock: Clock) -> MemoryBackend:
@@ -128,7 +120,3 @@ def open_url(url: str, create: bool, clock: Clock) -> MemoryBackend:
         raise BadStoreUrl(f"store URL {url!r} names no space.", hint="Write memory://name.")
     with _spaces_lock:
         return _spaces.setdefault(name, MemoryBackend(name, clock=clock))
-
-
-def _missing(key: str) -> ObjectMissing:
-    return ObjectMissing(f"{key} does not exist.", hint="Look at the store's path and its mount.")
