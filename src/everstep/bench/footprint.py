@@ -1,0 +1,109 @@
+"""What processes hold: memory, descriptors, mappings, threads.
+
+Owns: reading them from /proc, the peak over a time, and what counts as a leak. Called by: the
+benchmarks, soak tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from everstep.bench.processes import bearers
+
+PSS_SLACK = 8 << 20
+"""Bytes that an allocator may keep or give back between two looks at the same state."""
+MAPPING_SLACK = 4
+"""Mappings that an allocator may split or join between two looks."""
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """The sum over some processes. ``pss`` in bytes: a page shared by n counts for 1/n."""
+
+    pss: int
+    fds: int
+    mappings: int
+    threads: int
+    processes: int
+
+
+def footprint(pids: Iterable[int]) -> Footprint:
+    """Of the processes together; one that ends meanwhile counts for nothing."""
+    total = [0, 0, 0, 0, 0]
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total = [a + b for a, b in zip(total, _one(pid), strict=True)]
+    return Footprint(*total)
+
+
+def pss(pid: int) -> int:
+    """Proportional set size in bytes."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0  # a process that has let go of its memory: it ends
+
+
+def leaks(before: Footprint, after: Footprint) -> list[str]:
+    """What ``after`` holds beyond ``before`` and the slack of an allocator, as sentences."""
+    found = []
+    for name, slack in (("fds", 0), ("threads", 0), ("processes", 0), ("mappings", MAPPING_SLACK)):
+        was, now = getattr(before, name), getattr(after, name)
+        if now > was + slack:
+            found.append(f"{name} grew from {was} to {now}")
+    if after.pss > before.pss + PSS_SLACK:
+        found.append(f"PSS grew from {before.pss / 1e6:.1f} to {after.pss / 1e6:.1f} MB")
+    return found
+
+
+class Peak:
+    """Samples the PSS of all that bear ``mark`` while it is open; reading walks page tables and
+    holds the memory lock, so nothing is timed meanwhile."""
+
+    def __init__(self, mark: str, *, every: float = 0.02) -> None:
+        self.bytes = 0
+        self._mark = mark
+        self._every = every
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="bench-peak", daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        pids: Sequence[int] = ()
+        looks = 0
+        while not self._end.is_set():
+            if looks % 10 == 0:
+                pids = bearers(self._mark)  # processes come and go; /proc is slow to search
+            looks += 1
+            self.bytes = max(self.bytes, sum(_pss_or_none(pids)))
+            self._end.wait(self._every)
+
+
+def _pss_or_none(pids: Iterable[int]) -> Iterator[int]:
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield pss(pid)
+
+
+def _one(pid: int) -> tuple[int, int, int, int, int]:
+    place = Path(f"/proc/{pid}")
+    mappings = len((place / "maps").read_text().splitlines())
+    return (
+        pss(pid),
+        len(os.listdir(place / "fd")),
+        mappings,
+        len(os.listdir(place / "task")),
+        1,
+    )
