@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Sequence
@@ -127,11 +128,18 @@ def command(
         checkpoint_every=checkpoint_every,
     )
     talk.say(f"seed {options.seed}, folder {folder}")
+    signal.signal(signal.SIGTERM, _leave)
     result = drill(options, lambda event: talk.event(event) if _worth_telling(event) else None)
     if keep is None and result.verdict == "recovered":
         shutil.rmtree(folder)
     talk.result(result, lambda console: render(result, console))
     return EXIT[result.verdict]
+
+
+def _leave(number: int, frame: object) -> None:
+    """SIGTERM becomes an exception, so that the run's processes are ended on the way out."""
+    del frame
+    raise SystemExit(128 + number)
 
 
 def chosen_faults(single: Sequence[str], several: str | None) -> tuple[plan.Fault, ...]:

@@ -6,7 +6,9 @@ what is injected when. Called by: the drill's loop.
 
 from __future__ import annotations
 
+import ctypes
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,9 @@ from everstep.core.events import Event
 from everstep.drill import processes
 from everstep.drill.journal import Journal
 from everstep.drill.plan import Planned
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
 
 SWEEP_SECONDS = 20.0
 LINGER_SECONDS = 15.0
@@ -75,6 +80,7 @@ class Job:
                 stderr=log,
                 env=self._environment,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     def poll(self) -> int | None:
@@ -114,6 +120,14 @@ class Job:
         if self._agent is not None:
             self._agent.wait(SWEEP_SECONDS)
         return killed
+
+
+def _die_with_parent() -> None:
+    """A launcher whose drill was killed goes too; its workers and keeper then end by themselves.
+
+    It follows the thread that starts the launcher, which is the drill's only one.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _environment(setup: Setup, journal: Path, mark: str) -> dict[str, str]:

@@ -24,10 +24,11 @@ COMMITTED = "checkpoint.committed"
 PERSIST_FAILED = "persist.failed"
 ELECTED = "restore.elected"
 LOGGED = "train.log"
+RESUMED = "train.resumed"
 
 DAMAGE = frozenset({"restore.candidate_failed", "restore.rejected", "checkpoint.damaged"})
 """Events by which a restore says that a checkpoint cannot be used."""
-PROGRESS = frozenset({LOGGED, SNAPSHOT})
+PROGRESS = frozenset({LOGGED, RESUMED, SNAPSHOT})
 """Events that prove that a step of the attempt was computed."""
 
 
