@@ -220,6 +220,19 @@ def test_sparse_adam_round_trips() -> None:
     assert content(other.weight) == content(table.weight)
 
 
+def test_a_tensor_that_two_groups_share_only_now_is_parted_again() -> None:
+    def make(rates: list[torch.Tensor]) -> Optimizer:
+        torch.manual_seed(0)
+        groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+        return torch.optim.AdamW(groups, fused=True)
+
+    optimizer = make([torch.tensor(0.1), torch.tensor(0.2)])
+    shared = torch.tensor(0.5)
+    fresh = make([shared, shared])
+    put_back(Attached({"optimizer": fresh}), cut(Attached({"optimizer": optimizer})))
+    assert optimizer_content(fresh) == optimizer_content(optimizer)
+
+
 def test_lbfgs_keeps_its_lists_and_scalars() -> None:
     def make() -> tuple[nn.Linear, Optimizer]:
         torch.manual_seed(0)

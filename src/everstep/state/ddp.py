@@ -25,7 +25,14 @@ def rebuild_buckets_now(model: DistributedDataParallel) -> bool:
     if model.find_unused_parameters and not model.static_graph:
         return True  # such a reducer never rebuilds
     reducer: Any = model.reducer
-    if not all(hasattr(reducer, method) for method in _METHODS):
+    if not all(hasattr(reducer, method) for method in _METHODS) or _has_run(model):
         return False
     reducer._push_all_rebuilt_params()
     return bool(reducer._rebuild_buckets())
+
+
+def _has_run(model: DistributedDataParallel) -> bool:
+    """After a backward the reducer has begun its own list, which must not be filled twice."""
+    return bool(getattr(model, "_has_rebuilt_buckets", False)) or any(
+        parameter.grad is not None for parameter in model.parameters()
+    )

@@ -12,7 +12,6 @@ counts: with two of them (a GAN) the backward of one leaves gradients in the oth
 
 from __future__ import annotations
 
-import heapq
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ class Gradients:
         self._scalers = [held for _, held in attached.others() if isinstance(held, GradScaler)]
         self._seen: dict[str, list[_Seen]] = {keyword: [] for keyword in self._optimizers}
         self._states = [_states(scaler) for scaler in self._scalers]
+        self._by_size: dict[str, list[torch.Tensor]] = {}
         self._hooks = [
             optimizer.register_step_post_hook(self._after_step)
             for optimizer in self._optimizers.values()
@@ -72,8 +72,17 @@ class Gradients:
 
     def _remember(self) -> None:
         for keyword, optimizer in self._optimizers.items():
-            held = [_Seen(p, p.grad, _version(p.grad)) for p in _smallest(optimizer)]  # type: ignore[arg-type]
-            self._seen[keyword] = held
+            self._seen[keyword] = _first_with_gradient(self._smallest_first(keyword, optimizer))
+
+    def _smallest_first(self, keyword: str, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Sorted once, and anew when parameters were added: this runs in every step."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        parameters = self._by_size.get(keyword)
+        if parameters is None or len(parameters) != count:
+            parameters = self._by_size[keyword] = sorted(
+                _parameters(optimizer), key=torch.Tensor.numel
+            )
+        return parameters
 
     def _changed(self, keyword: str) -> bool:
         seen = self._seen[keyword]
@@ -111,13 +120,19 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Any:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _smallest(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    given = (p for p in _parameters(optimizer) if p.grad is not None)
-    return heapq.nsmallest(_WATCHED, given, key=torch.Tensor.numel)
+def _first_with_gradient(parameters: list[torch.Tensor]) -> list[_Seen]:
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            found.append(_Seen(parameter, gradient, _version(gradient)))
+            if len(found) == _WATCHED:
+                break
+    return found
 
 
-def _version(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else sharding.local(gradient)._version
+def _version(gradient: torch.Tensor) -> int:
+    return sharding.local(gradient)._version
 
 
 def _any_nonzero(optimizer: torch.optim.Optimizer) -> bool:

@@ -44,7 +44,18 @@ def targets(attached: Attached, state: RankState, tree: Objects) -> Targets:
     """
     live = _live_tensors(attached)
     homes = _parameter_devices(attached, tree)
-    return [(ref, _target(ref, live.get(ref.fqn), homes.get(ref.fqn))) for ref in state.refs]
+    sites = live_sites(attached)
+    used: set[int] = set()
+    found = []
+    for ref in state.refs:
+        tensor = live.get(ref.fqn)
+        if tensor is not None and ref.fqn not in sites and tensor.data_ptr() in used:
+            # One tensor where there were two, such as a learning rate that two groups share now.
+            tensor = None
+        found.append((ref, _target(ref, tensor, homes.get(ref.fqn))))
+        if tensor is not None and tensor.numel():
+            used.add(tensor.data_ptr())
+    return found
 
 
 class Destination:
