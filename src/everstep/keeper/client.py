@@ -11,7 +11,6 @@ for the answer to another question.
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -95,8 +94,9 @@ class Offered:
 class WorkerLink:
     """The connection of one rank.
 
-    ``attempt`` and ``world`` are the keeper's words; ``page`` the control page and ``slots`` the
-    two slots. Both may be other objects after :meth:`reconnect_if_needed`: never keep them.
+    ``attempt`` and ``world`` are the keeper's words, ``page`` the control page, ``slots`` the two
+    slots, ``refused`` why the last try to connect failed. Page and slots may be other objects
+    after :meth:`reconnect_if_needed`: never keep them.
     """
 
     def __init__(
@@ -116,12 +116,14 @@ class WorkerLink:
         self._retry_at = self._restart_at = 0.0
         self._geometry: Geometry | None = None
         self._fds: tuple[int, ...] = ()
+        self._missing: set[type[Message]] = set()
         self._offered: Offered | None = None
         self._page: ControlPage | None = None
         self._slots: tuple[Slot, Slot] | None = None
         self.attempt = self.world = 0
         self.store = self.job = ""
         self.begun: AttemptBegun | None = None
+        self.refused: EverstepError | None = None
 
     @classmethod
     def connect(
@@ -169,7 +171,8 @@ class WorkerLink:
             self._drop()
         try:
             return self._step_back(now)
-        except KeeperError:
+        except EverstepError as refused:
+            self.refused = refused
             self._abandon(now)
             return False
 
@@ -339,22 +342,27 @@ class WorkerLink:
     def _await_connection(self, deadline: float) -> None:
         while not self.reconnect_if_needed(time.monotonic()):
             left = deadline - time.monotonic()
+            if self.refused is not None and not self.refused.retryable:
+                raise self.refused
             if left <= 0:
                 raise KeeperError(
                     f"no keeper answers at @{self._name}.",
                     hint="Its log is named at the start of the run.",
                 )
-            watched = [self._pending] if self._pending is not None else []
-            select.select(watched, [], [], min(left, RETRY_SECONDS))
+            pause = min(left, RETRY_SECONDS)
+            if self._pending is None:
+                time.sleep(pause)  # nothing exists yet that could be waited on
+            else:
+                self._pending.readable(pause)
 
     def _step_back(self, now: float) -> bool:
         if self._pending is None and not self._dial(now):
             return False
         assert self._pending is not None
-        while select.select([self._pending], [], [], 0)[0]:
+        while self._pending.readable(0.0):
             answer, fds = self._pending.receive(timeout=1.0)
             if self._greeted(answer, fds):
-                self._link, self._pending = self._pending, None
+                self._link, self._pending, self.refused = self._pending, None, None
                 return True
         return False
 
@@ -369,6 +377,7 @@ class WorkerLink:
                 self._restart()
             return False
         self._pending.send(self._hello, timeout=1.0)
+        self._missing = {Welcome} if self._begin is None else {Welcome, AttemptBegun}
         if self._begin is not None:
             self._pending.send(self._begin_again(), timeout=1.0)
         return True
@@ -379,22 +388,25 @@ class WorkerLink:
 
     def _greeted(self, answer: AnyMessage, fds: list[int]) -> bool:
         """Take one answer of the greeting; True when it was the last."""
-        assert self._pending is not None
+        assert self._pending is not None, "an answer without a question"
+        if isinstance(answer, SlotsOpen) and self._geometry is not None:
+            self._take_slots(self._geometry, fds)
+            return True
         if isinstance(answer, AttemptBegun):
             self.begun = answer
-            return False
-        if isinstance(answer, Welcome):
+        else:
+            answer, fds = _expect(answer, fds, (Welcome,))
+            assert isinstance(answer, Welcome), "expected above"
             self._welcomed(answer, fds)
-            if self._geometry is None:
-                return True
-            own = tuple(SlotName(self._hello.rank, index) for index in range(len(self._fds)))
-            self._pending.send(AdoptSlots(own), self._fds, timeout=1.0)
-            self._pending.send(_open_message(self._geometry), timeout=1.0)
+        self._missing.discard(type(answer))
+        if self._missing:
             return False
-        _expect(answer, fds, (SlotsOpen,))
-        assert self._geometry is not None
-        self._take_slots(self._geometry, fds)
-        return True
+        if self._geometry is None:
+            return True
+        own = tuple(SlotName(self._hello.rank, index) for index in range(len(self._fds)))
+        self._pending.send(AdoptSlots(own), self._fds, timeout=1.0)
+        self._pending.send(_open_message(self._geometry), timeout=1.0)
+        return False
 
     def _welcomed(self, welcome: Welcome, fds: list[int]) -> None:
         try:
@@ -433,7 +445,8 @@ class WorkerLink:
         if self._pending is not None:
             self._pending.close()
             self._pending = None
-        self._retry_at = now + RETRY_SECONDS
+        refused = self.refused is not None and not self.refused.retryable
+        self._retry_at = now + (RESTART_SECONDS if refused else RETRY_SECONDS)
 
 
 def _expect(

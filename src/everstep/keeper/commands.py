@@ -10,6 +10,7 @@ import msgspec
 
 from everstep.core.events import Level
 from everstep.core.ids import Point
+from everstep.errors import KeeperError
 from everstep.keeper.wire import SlotName
 
 
@@ -161,5 +162,8 @@ def encode(command: Command) -> bytes:
 
 
 def decode(body: bytes) -> AnyCommand:
-    """Raises ``msgspec.DecodeError``."""
-    return _decoder.decode(body)
+    """Raises :class:`KeeperError` where it is none."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.DecodeError as bad:
+        raise KeeperError(f"a command of another keeper cannot be read: {bad}.") from bad

@@ -25,7 +25,10 @@ _READ = 1 << 18
 
 
 class Connection:
-    """``hello`` is set by the server when it was said; ``peer`` is the other side's pid."""
+    """``hello`` is set by the server when it was said; ``peer`` is the other side's pid.
+
+    Setting ``closed`` gives the connection up; the server's loop closes it at the end of the turn.
+    """
 
     def __init__(self, connection: socket.socket, *, peer: int = 0) -> None:
         connection.setblocking(False)

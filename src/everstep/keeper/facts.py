@@ -10,6 +10,7 @@ import msgspec
 
 from everstep.cadence.policy import Policy
 from everstep.core.ids import Point
+from everstep.errors import KeeperError
 
 
 class Fact(msgspec.Struct, frozen=True, tag=True):
@@ -252,5 +253,8 @@ def encode(fact: Fact) -> bytes:
 
 
 def decode(body: bytes) -> AnyFact:
-    """Raises ``msgspec.DecodeError``."""
-    return _decoder.decode(body)
+    """Raises :class:`KeeperError` where it is none."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.DecodeError as bad:
+        raise KeeperError(f"a fact of another keeper cannot be read: {bad}.") from bad

@@ -130,6 +130,18 @@ class Node:
     def worker_pids(self) -> list[int]:
         return [connection.peer for connection in self._workers.values()]
 
+    def part_workers(self) -> list[Connection]:
+        """Part from all workers: their attempt is over."""
+        parted = list(self._workers.values())
+        for connection in parted:
+            self.gone(connection)
+        return parted
+
+    def close(self) -> None:
+        """Close page and slots; others that hold descriptors keep the memory."""
+        self._close_page()
+        self.holdings.close()
+
     def admit(self, connection: Connection) -> Connection | None:
         """Welcome a worker of this attempt; the older connection of its rank, if there is one."""
         hello = connection.hello

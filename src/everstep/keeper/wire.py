@@ -10,6 +10,7 @@ the frame's first byte (SCM_RIGHTS; Unix sockets only).
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import time
@@ -389,10 +390,20 @@ class Link:
         self.send(message, fds)
         return self.receive(timeout=timeout)
 
+    def readable(self, seconds: float) -> bool:
+        """Whether something can be read, or the other side has closed, within that time."""
+        waiting = select.poll()  # select() itself refuses descriptors above 1023
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(seconds * 1000))
+
     def alive(self) -> bool:
         """False as soon as the other side has closed; costs one system call."""
+        if not self.readable(0.0):
+            return True
         try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            # The socket's own timeout would make recv wait, whatever its flags say.
+            self._socket.setblocking(False)
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
             return True
         except OSError:

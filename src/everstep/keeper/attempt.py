@@ -1,0 +1,279 @@
+"""The attempt that the keeper serves: how it begins, who belongs to it, where its facts go.
+
+Owns: the begin of an attempt (with or without an agent), workers and keepers that wait for it, the
+way to the coordinator here or on node 0. Never does: decide. Called by: server.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from everstep.core.clock import Clock
+from everstep.errors import EverstepError, JobOwned, KeeperError
+from everstep.keeper import commands, facts, wire
+from everstep.keeper.background import Background
+from everstep.keeper.connection import Connection
+from everstep.keeper.coordinate import Coordinator
+from everstep.keeper.facts import AnyFact
+from everstep.keeper.journal import Journal
+from everstep.keeper.lead import Lead
+from everstep.keeper.node import Node
+from everstep.keeper.owner import Owner
+from everstep.keeper.storing import Storing
+from everstep.keeper.uplink import Uplink
+from everstep.keeper.wire import AnyMessage, AttemptBegun, BeginAttempt, Goodbye, Refused, Welcome
+
+
+class Attempt:
+    """``listen`` opens the TCP port and gives its number, ``watch`` takes a connection into the
+    loop. ``adopted`` counts slots taken over since the last begin."""
+
+    def __init__(
+        self,
+        node: Node,
+        storing: Storing,
+        background: Background,
+        journal: Journal,
+        *,
+        clock: Clock,
+        tell: Callable[[AnyFact], None],
+        listen: Callable[[], int],
+        watch: Callable[[Connection], None],
+    ) -> None:
+        self._node = node
+        self._storing = storing
+        self._background = background
+        self._journal = journal
+        self._clock = clock
+        self._tell = tell
+        self._listen = listen
+        self._watch = watch
+        self._lead: Lead | None = None
+        self._uplink: Uplink | None = None
+        self._owner = Owner(
+            storing, background, clock=clock, say=journal.say,
+            lost=lambda what: tell(facts.Fenced(what)),
+        )  # fmt: skip
+        self._beginning: BeginAttempt | None = None
+        self._askers: list[Connection] = []
+        self._lobby: list[Connection] = []
+        self._begun: AttemptBegun | None = None
+        self._token = ""
+        self.adopted = 0
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        return self._lead.coordinator if self._lead is not None else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether work must be finished before the process may end. Another node's work is
+        finished when node 0's keeper has ended."""
+        if self._lead is not None:
+            return self._lead.coordinator.pending
+        return self._uplink is not None and self._uplink.welcomed
+
+    # -- the begin
+
+    def begin(self, connection: Connection, message: BeginAttempt) -> None:
+        """Begin an attempt, or confirm the one that is served. Answers when it has begun."""
+        if message.launch == self._node.launch and message.attempt in (0, self._node.attempt):
+            assert self._begun is not None, "a launch without a begin"
+            connection.send(self._begun)
+            return
+        if message.attempt and message.attempt < self._node.attempt:
+            raise JobOwned(
+                f"attempt {message.attempt} is over: this keeper serves {self._node.attempt}.",
+                hint="A newer agent runs the job; stop this one.",
+            )
+        self._askers.append(connection)
+        if self._beginning is not None and self._beginning.launch == message.launch:
+            return
+        self._beginning = message
+        self._prepare(connection, message)
+
+    def _prepare(self, connection: Connection, message: BeginAttempt) -> None:
+        """What must be true before the attempt may begin here: it is claimed, or node 0 says so."""
+        assert connection.hello is not None, "heard before its hello"
+        if message.node > 0:
+            self._dial(message)
+            if message.attempt:
+                self._start(message, message.attempt)
+        elif connection.hello.role == "worker":
+            self._owner.claim(
+                connection.peer,
+                message.attempt,
+                lambda attempt: self._start(message, attempt),
+                self._refuse,
+            )
+        else:
+            self._start(message, message.attempt)
+
+    def _refuse(self, error: EverstepError) -> None:
+        """The attempt cannot begin: everybody who waits for it hears why."""
+        self._beginning = None
+        for connection in [*self._askers, *self._lobby]:
+            connection.send(Refused(error.code, error.what, error.hint))
+        self._askers, self._lobby = [], []
+        self._journal.say("attempt.refused", str(error), level="error")
+
+    def _start(self, message: BeginAttempt, attempt: int) -> None:
+        if self._beginning is not message:
+            return  # another launch has begun in the meantime
+        self._beginning = None
+        for older in self._node.part_workers():
+            older.closed = True
+        several = len(message.ranks_of_node) > 1
+        if self._owner.agent:
+            message = msgspec.structs.replace(message, agent=self._owner.agent)
+        self._node.begin(message, attempt)
+        port = self._listen() if several and message.node == 0 else 0
+        self._token = message.token or (secrets.token_hex(16) if port else "")
+        self._begun = AttemptBegun(attempt, port, self._token)
+        self._lead_or_follow(message, attempt)
+        self._say_adopted()
+        for connection in self._askers:
+            connection.send(self._begun)
+        self._askers = []
+        waiting, self._lobby = self._lobby, []
+        for connection in waiting:
+            self.greet(connection)
+
+    def _lead_or_follow(self, message: BeginAttempt, attempt: int) -> None:
+        if message.node > 0:
+            self._lead = None
+            self._join()
+            return
+        if self._uplink is not None:
+            self._uplink.close()
+            self._uplink = None
+        if self._lead is None:
+            self._lead = Lead(
+                self._node, self._storing, self._background, clock=self._clock, tell=self._tell,
+                say=self._journal.say,
+            )  # fmt: skip
+        self._lead.part()
+        self._tell(
+            facts.Begun(
+                attempt, message.ranks_of_node, message.resume, message.expected, message.policy
+            )
+        )
+        self._tell(facts.NodeJoined(0, self._node.inventory()))
+
+    def _say_adopted(self) -> None:
+        if self.adopted:
+            self._journal.say(
+                "keeper.adopted", f"{self.adopted} slots of an earlier keeper are held again",
+                facts={"slots": self.adopted, "bytes": self._node.holdings.nbytes},
+            )  # fmt: skip
+        self.adopted = 0
+
+    # -- who belongs to it
+
+    def greet(self, connection: Connection) -> None:
+        """Welcome a worker or another node's keeper, now or when its attempt begins."""
+        hello = connection.hello
+        assert hello is not None, "greeted before its hello"
+        if connection.closed:
+            return
+        if not self._node.launch or hello.launch != self._node.launch:
+            self._lobby.append(connection)
+        elif hello.role == "worker":
+            older = self._node.admit(connection)
+            if older is not None:
+                older.closed = True
+        else:
+            self._greet_keeper(connection, hello)
+
+    def _greet_keeper(self, connection: Connection, hello: wire.Hello) -> None:
+        if self._lead is None:
+            raise KeeperError("this is not the keeper of node 0.")
+        if not secrets.compare_digest(hello.token, self._token):
+            raise KeeperError(f"the keeper of node {hello.node} does not know the job's token.")
+        self._lead.join(hello.node, connection)
+        node = self._node
+        connection.send(Welcome(os.getpid(), node.attempt, node.world, "", ""))
+
+    def hear_worker(self, connection: Connection, message: AnyMessage) -> bool:
+        """Take a worker's message; one that was not welcomed has nothing to say yet."""
+        if connection in self._lobby:
+            return False
+        hello = connection.hello
+        first = hello is not None and hello.rank == 0
+        if isinstance(message, Goodbye) and first and self._owner.agent:
+            self._owner.release()
+        return self._node.hear(connection, message)
+
+    def left(self, connection: Connection) -> None:
+        """A connection has ended."""
+        if connection in self._lobby:
+            self._lobby.remove(connection)
+        if connection in self._askers:
+            self._askers.remove(connection)
+        if self._uplink is not None and self._uplink.connection is connection:
+            self._uplink.lost()
+        if self._lead is not None:
+            self._lead.left(connection)
+
+    # -- facts and commands
+
+    def decide(self, fact: AnyFact) -> None:
+        """Take a fact to the coordinator, here or on node 0."""
+        if self._lead is not None:
+            self._lead.decide(fact)
+        elif self._uplink is not None and not isinstance(fact, facts.Tick):
+            self._uplink.say(wire.Relayed(facts.encode(fact)))
+
+    def hear_uplink(self, connection: Connection, message: AnyMessage) -> bool:
+        """Take what node 0's keeper says. False where it is not that connection."""
+        uplink = self._uplink
+        if uplink is None or uplink.connection is not connection:
+            return False
+        if isinstance(message, Welcome):
+            uplink.welcomed = True
+            if self._beginning is not None and not self._beginning.attempt:
+                self._start(self._beginning, message.attempt)
+            else:
+                self._join()
+        elif isinstance(message, wire.Command):
+            self._node.carry_out(commands.decode(message.command))
+        elif isinstance(message, Refused):
+            self._journal.say("coordinator.refused", message.what, level="error")
+        return True
+
+    def _join(self) -> None:
+        """Say to node 0 what this node holds and what its workers wait for."""
+        uplink = self._uplink
+        if uplink is None or not uplink.welcomed or not self._node.attempt:
+            return
+        self._tell(facts.NodeJoined(self._node.node, self._node.inventory()))
+        for fact in self._node.asked_again():
+            self._tell(fact)
+
+    def _dial(self, message: BeginAttempt) -> None:
+        if message.coordinator is None:
+            raise KeeperError(f"node {message.node} was not told where node 0's keeper is.")
+        if self._uplink is not None:
+            self._uplink.close()
+        self._uplink = Uplink(message, self._background, clock=self._clock, connected=self._watch)
+
+    # -- timers
+
+    def wait(self) -> float:
+        """Seconds until something is due here."""
+        dial = self._uplink.wait() if self._uplink is not None else 3600.0
+        return min(dial, self._owner.wait())
+
+    def turn(self, *, worker_alive: bool) -> None:
+        """Do what is due."""
+        self._owner.renew(worker_alive=worker_alive)
+        if self._uplink is not None:
+            self._uplink.dial()
+
+    def close(self) -> None:
+        if self._uplink is not None:
+            self._uplink.close()

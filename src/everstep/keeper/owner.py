@@ -1,0 +1,112 @@
+"""A job that no agent owns: claimed by the keeper itself, for the worker that began it.
+
+Owns: the claim, the owner's record and its renewal. Never does: stop anything. Called by: server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everstep.core.clock import Clock
+from everstep.errors import CommitRefused, EverstepError, JobOwned
+from everstep.keeper.background import Background
+from everstep.keeper.identity import identity_of
+from everstep.keeper.storing import Storing
+from everstep.store import RENEW_SECONDS, OwnerIdentity
+
+
+class Owner:
+    """``lost`` is called when another took the job over."""
+
+    def __init__(
+        self,
+        storing: Storing,
+        background: Background,
+        *,
+        clock: Clock,
+        lost: Callable[[str], None],
+        say: Callable[..., None],
+    ) -> None:
+        self._storing = storing
+        self._background = background
+        self._clock = clock
+        self._lost = lost
+        self._say = say
+        self._identity: OwnerIdentity | None = None
+        self._attempt = 0
+        self._due: float | None = None
+        self._unreachable = False
+
+    @property
+    def agent(self) -> str:
+        return self._identity.agent if self._identity is not None else ""
+
+    def claim(
+        self,
+        pid: int,
+        attempt: int,
+        done: Callable[[int], None],
+        failed: Callable[[EverstepError], None],
+    ) -> None:
+        """Own the job for the worker ``pid``. ``done`` gets the attempt: a new one for 0, else
+        the one that was claimed before this keeper came."""
+        identity = identity_of(pid, f"worker-{pid}")
+
+        def work() -> int:
+            if attempt:
+                self._storing.own(identity, attempt)
+                return attempt
+            return self._storing.claim(identity)
+
+        def claimed(number: int) -> None:
+            self._identity, self._attempt = identity, number
+            self._due = self._clock.mono() + RENEW_SECONDS
+            done(number)
+
+        self._background.submit("store", work, claimed, failed)
+
+    def wait(self) -> float:
+        """Seconds until the next renewal is due."""
+        return 3600.0 if self._due is None else max(0.0, self._due - self._clock.mono())
+
+    def renew(self, *, worker_alive: bool) -> None:
+        """Renew when it is due, as long as the worker that owns the job lives."""
+        identity, attempt = self._identity, self._attempt
+        if self._due is None or identity is None or self._clock.mono() < self._due:
+            return
+        if not worker_alive:
+            self._due = None
+            return
+        self._due = None  # set again by the answer: renewals never pile up
+
+        def renewed(_: None) -> None:
+            self._unreachable = False
+            self._due = self._clock.mono() + RENEW_SECONDS
+
+        self._background.submit(
+            "owner", lambda: self._storing.renew(identity, attempt), renewed, self._failed
+        )
+
+    def release(self) -> None:
+        """Let the job go: the worker has ended by itself."""
+        identity, self._identity, self._due = self._identity, None, None
+        if identity is None:
+            return
+
+        def ignored(error: EverstepError) -> None:
+            # Nothing is owed to anybody: the record goes stale by itself.
+            self._say("job.not_released", str(error), level="debug")
+
+        self._background.submit(
+            "owner", lambda: self._storing.release(identity), lambda _: None, ignored
+        )
+
+    def _failed(self, error: EverstepError) -> None:
+        if isinstance(error, JobOwned | CommitRefused):
+            self._identity = None
+            self._lost(str(error))
+            return
+        if not self._unreachable:
+            self._say("store.unreachable", str(error), level="warning")
+        self._unreachable = True
+        self._due = self._clock.mono() + RENEW_SECONDS
