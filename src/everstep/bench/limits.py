@@ -34,7 +34,7 @@ class Limits:
         self._memory = mmap.mmap(-1, -(-max(end, 1) // ALIGN) * ALIGN)
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         flat.fill_(1)  # every page is there before anything is timed
-        self._copies = [
+        self.copies = [
             flat[at : at + t.nbytes].view(t.dtype).view(t.shape)
             for at, t in zip(starts, tensors, strict=True)
         ]
@@ -56,7 +56,7 @@ class Limits:
         return seconds
 
     def _copy(self) -> None:
-        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+        for copy, tensor in zip(self.copies, self._tensors, strict=True):
             copy.copy_(tensor)
 
     def _write(self, flags: int) -> None:

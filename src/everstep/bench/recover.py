@@ -97,15 +97,17 @@ def _pair(setup: RecoverSetup, index: int, folder: Path, say: Say) -> Pair:
     say(f"pair {index + 1}/{setup.pairs}: floor {floor:.2f} s")
     done: dict[System, Recovery] = {}
     for system in order:
-        done[system] = _recovery(setup, system, index, place, folder / f"{index}-{system}")
+        done[system] = one_recovery(setup, system, index, place, folder / f"{index}-{system}")
         one = done[system]
         say(f"  {system:<8} {one.total:.2f} s to the first step, {one.repeated} steps repeated")
     return Pair(done["everstep"], done["torchrun"], floor)
 
 
-def _recovery(
+def one_recovery(
     setup: RecoverSetup, system: System, index: int, place: float, folder: Path
 ) -> Recovery:
+    """One run of ``system`` in ``folder`` (made here), killed at ``place`` (0 to 1) of the time
+    between two saves; ``index`` chooses the rank. Raises :class:`BenchError`."""
     folder.mkdir()
     (folder / "saves").mkdir()
     victim = 1 - index % 2

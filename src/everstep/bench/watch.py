@@ -47,7 +47,9 @@ class WatchedJob:
         assert self._launcher.stdout is not None, "asked for above"
         self._output = self._launcher.stdout.fileno()
         os.set_blocking(self._output, False)
-        for fd in (self._pipe.fileno(), self._output):
+        self._over = False
+        self._launcher_fd = os.pidfd_open(self._launcher.pid)
+        for fd in (self._pipe.fileno(), self._output, self._launcher_fd):
             self._poll.register(fd, select.POLLIN)
 
     def __enter__(self) -> Self:
@@ -57,7 +59,7 @@ class WatchedJob:
         processes.end_all(self.mark)
         self._launcher.wait(20)
         self._pipe.close()
-        for fd in self._pidfds.values():
+        for fd in (self._launcher_fd, *self._pidfds.values()):
             os.close(fd)
         if self._launcher.stdout is not None:
             self._launcher.stdout.close()
@@ -67,15 +69,15 @@ class WatchedJob:
         deadline = time.monotonic() + timeout
         while not done():
             left = deadline - time.monotonic()
-            if left <= 0 or (self._launcher.poll() is not None and not self._take_in(0.2)):
-                if done():
-                    return
+            # What an ended launcher has left in the pipes is still taken in.
+            if not self._take_in(0.0 if self._over else max(left, 0.0)) and (
+                self._over or left <= 0
+            ):
                 raise BenchError(
                     f"{self.name}: no {what} within {timeout:g} s"
                     f" (launcher's exit code: {self._launcher.poll()}).",
                     hint="It said last:\n" + "\n".join(line for _, line in self.said[-30:]),
                 )
-            self._take_in(left)
 
     def wait_for_seconds(self, seconds: float) -> None:
         """Take in what happens for so long."""
@@ -94,6 +96,9 @@ class WatchedJob:
                 self._hear(self._pipe.read())
             elif fd == self._output:
                 self._listen()
+            elif fd == self._launcher_fd:
+                self._over = True
+                self._poll.unregister(fd)
             else:
                 self._note_end(fd)
         return bool(ready)

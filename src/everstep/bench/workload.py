@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+WIDTHS = (1024, 512, 256, 128)
 FROZEN_BYTES = 32 << 20
 """One frozen tensor, at most."""
 
@@ -65,8 +66,9 @@ class Workload:
 
 
 def shape_of(trained_bytes: int) -> tuple[int, int]:
-    """(width, layers) of the trained stack whose parameters and two moments take about so much."""
-    width = 1024 if trained_bytes >= 12 * 1024 * 1024 else 128
+    """(width, layers) of the trained stack whose parameters and two moments take about so much:
+    the widest of at least four layers."""
+    width = next((w for w in WIDTHS if trained_bytes >= 4 * 12 * w * w), WIDTHS[-1])
     return width, max(1, round(trained_bytes / (12 * width * width)))
 
 
