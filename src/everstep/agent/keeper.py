@@ -45,6 +45,7 @@ from everstep.keeper.wire import (
 )
 
 CONNECT_SECONDS = 30.0
+DEATH_SECONDS = 2.0
 BEGIN_SECONDS = 300.0
 """For BeginAttempt: the keeper may still be writing what an earlier attempt left."""
 
@@ -130,6 +131,10 @@ class NodeKeeper:
 
     def lost(self) -> None:
         """Let go of a keeper that is dead or does not speak; what it held stays held."""
+        if self._pidfd >= 0:
+            # Its connections close one by one while it dies: the listening one last would take us
+            # in once more, and nobody would answer.
+            select.select([self._pidfd], [], [], DEATH_SECONDS)
         self._drop()
 
     def recover(self) -> bool:

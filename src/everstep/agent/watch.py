@@ -55,7 +55,8 @@ class Learnt:
         step = -1 if event.step is None else event.step
         if event.kind == "restore.elected":
             self.attached = True
-            self.restored = max(self.restored, step)
+            if event.facts.get("source") != "fresh":
+                self.restored = max(self.restored, step)
         elif event.kind == "snapshot.complete":
             self.attached = True
             self.reached = max(self.reached, step)
@@ -128,6 +129,8 @@ class Watch:
         waiting.register(self._signals.fileno(), select.POLLIN)
         now = time.monotonic()
         due = min(self._kill_at, self._next_look, self._next_keeper)
+        if self._workers.must_be_polled:
+            due = min(due, now + LISTEN_SECONDS)
         waiting.poll(max(0.0, due - now) * 1000 if due < math.inf else None)
 
     def _look(self) -> None:

@@ -78,7 +78,7 @@ class Workers:
     def __init__(self, context: PContext, place: Place) -> None:
         self._context = context
         self._place = place
-        self._callable = not isinstance(context, SubprocessContext)
+        self.must_be_polled = not isinstance(context, SubprocessContext)
         self._fds = {rank: os.pidfd_open(pid) for rank, pid in context.pids().items()}
         self._killed: set[int] = set()
         self.ended: list[WorkerEnd] = []
@@ -100,13 +100,10 @@ class Workers:
 
     def collect(self) -> list[WorkerEnd]:
         """The workers whose end was not yet seen, first come first."""
-        if self._callable and not self._killed:
-            self._context.wait(0)  # functions wait for each other's return, which only this tells
-        new = []
-        for local_rank in list(self._fds):
-            code = _exit_code(self._fds[local_rank])
-            if code is not None:
-                new.append(self._note(local_rank, code))
+        codes = {rank: _exit_code(fd) for rank, fd in self._fds.items()}
+        if self.must_be_polled and not self._killed and not any(codes.values()):
+            codes = self._returned() or codes
+        new = [self._note(rank, code) for rank, code in codes.items() if code is not None]
         self.ended += new
         return new
 
@@ -120,6 +117,21 @@ class Workers:
         """Reap. Every worker must have ended."""
         assert not self._fds, "closed while workers run"
         self._context.close(signal.SIGKILL)
+
+    def _returned(self) -> dict[int, int | None] | None:
+        """Exit codes of functions once all have returned (each waits in its process until torch's
+        context is asked and tells it so); None before. The context has reaped them then."""
+        result = self._context.wait(0)
+        if result is None:
+            return None
+        # Where one failed since it was last looked at, the context has ended the others.
+        others = -int(signal.SIGTERM) if result.failures else 0
+        if result.failures:
+            self._killed.update(rank for rank in self._fds if rank not in result.failures)
+        return {
+            rank: result.failures[rank].exitcode if rank in result.failures else others
+            for rank in self._fds
+        }
 
     def _pid(self, local_rank: int) -> int:
         return self._context.pids()[local_rank]

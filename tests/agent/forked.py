@@ -1,0 +1,120 @@
+"""Real agents for tests, without paying for ``import torch`` each time.
+
+An agent is forked from the test's process, which has imported torch already; from there on it is
+what ``everstep run`` is: a process of its own with its own environment, folder, output and
+signal handlers.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from everstep.agent.main import run as run_agent
+from everstep.core.events import Event, decode_line
+
+DEADLINE = 60.0
+
+
+@dataclass
+class Agent:
+    """A started agent. ``out`` and ``err`` are its files, shared with its workers."""
+
+    pid: int
+    out: Path
+    err: Path
+    events_file: Path
+    code: int | None = None
+
+    def wait(self) -> int:
+        """Its exit code, negative for a signal."""
+        if self.code is None:
+            fd = os.pidfd_open(self.pid)
+            try:
+                assert select.select([fd], [], [], DEADLINE)[0], f"agent runs on:\n{self.said()}"
+            finally:
+                os.close(fd)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+    def kill(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def said(self) -> str:
+        return self.err.read_text()
+
+    def printed(self) -> list[str]:
+        """Whole lines of the workers' standard output."""
+        return self.out.read_text().splitlines()
+
+    def events(self, kind: str) -> list[Event]:
+        if not self.events_file.exists():
+            return []
+        lines = self.events_file.read_bytes().splitlines(keepends=True)
+        found = []
+        for line in lines:
+            try:
+                found.append(decode_line(line))
+            except msgspec.DecodeError:
+                assert line is lines[-1], "only the last line may still be in the writing"
+        return [event for event in found if event.kind == kind]
+
+    def until(self, ready: Callable[[], object]) -> None:
+        """Wait for a condition."""
+        wait_for(ready, self.said)
+
+
+def wait_for(ready: Callable[[], object], said: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not ready():
+        assert time.monotonic() < deadline, f"it did not happen:\n{said()}"
+        time.sleep(0.01)
+
+
+Start = Callable[..., Agent]
+
+
+def fork(folder: Path, number: int, line: list[str], environment: Mapping[str, str]) -> Agent:
+    out, err = folder / f"out-{number}", folder / f"err-{number}"
+    out.touch()
+    err.touch()
+    pid = os.fork()
+    if pid:
+        return Agent(pid, out, err, Path(environment["EVERSTEP_EVENTS"]))
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        for fd, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), fd)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = run_agent(line)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the child must never run on as a second pytest
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
