@@ -47,6 +47,7 @@ class Boundary:
         self._durable_step = -1
         self._step_began = time.monotonic_ns()
         self._first = True
+        self._ready_tried = False
 
     def start(self, step: int, *, durable: bool) -> None:
         """Training begins at ``step``; ``durable`` says that the store already holds it."""
@@ -67,6 +68,7 @@ class Boundary:
             )
         self._session.check_gradients(step)
         self._connection.keep_alive()
+        self._make_ready(step)
         self._obey_stop(step)
         self._obey_cut(step)
         self._step_began = time.monotonic_ns()
@@ -85,6 +87,8 @@ class Boundary:
         """Commit the last step. Raises :class:`NotDurable` after ``deadline_seconds``."""
         deadline = time.monotonic() + deadline_seconds
         why: str | None = None
+        if step == self._restored_step:
+            self._await(step, time.monotonic())  # a finished job that is started again
         while self._durable_step != step:
             left = max(deadline - time.monotonic(), 0.1)
             if why is None or not self._cutter.holds(step):
@@ -114,6 +118,19 @@ class Boundary:
 
     # -- cuts
 
+    def _make_ready(self, step: int) -> None:
+        """Open the slots at the first boundary, when the optimizer's state exists; where that
+        fails for want of memory, stop while nothing is lost."""
+        if self._ready_tried:
+            return
+        self._ready_tried = True
+        try:
+            self._cutter.make_ready(step)
+        except MemoryTooSmall as small:
+            self._refuse_small_memory(step, small)
+        except Exception as failed:  # noqa: BLE001 - the objects' state_dict is user code (R3)
+            self._connection.cut_failed(step, failed)
+
     def _obey_cut(self, step: int) -> None:
         sequence, wanted = self._connection.published_cut()
         if sequence == self._cut_seen or sequence == 0:
@@ -137,6 +154,7 @@ class Boundary:
         slot_timeout: float = 0.0,
     ) -> bool:
         try:
+            self._cutter.make_ready(step)
             if index is None:
                 index = self._connection.ask_slot(step, slot_timeout)
             if index is None:

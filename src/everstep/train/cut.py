@@ -14,7 +14,7 @@ import msgspec
 from everstep.core.layout import RankLayout
 from everstep.core.points import reach
 from everstep.errors import KeeperError
-from everstep.keeper.slot import Geometry, Slot
+from everstep.keeper.slot import PAGE, Geometry, Slot
 from everstep.keeper.wire import CutDone
 from everstep.state import replicas
 from everstep.state.capture import Capture
@@ -48,11 +48,23 @@ class Cutter:
         self._demotions = 0
         self._proved_layout = ""
         self._held_step = -1
+        self._padded: dict[int, tuple[int, str]] = {}
         self.ever_cut = False
 
     def holds(self, step: int) -> bool:
         """Whether the newest cut is of ``step``."""
         return self._held_step == step
+
+    def make_ready(self, step: int) -> None:
+        """Have slots for the state as it is now: the keeper can give and publish only slots that
+        exist. Does nothing once they do; the first call costs the memory's first touch.
+
+        Raises as :meth:`cut` does.
+        """
+        if self._geometry is None:
+            live = self._session.resolve(step)
+            capture = self._planned(live)
+            self._slot(capture.layout, msgspec.msgpack.encode(live.rank_state()), 0)
 
     def cut(self, step: int, index: int, *, persist: bool, sequence: int = 0) -> None:
         """Copy the state of ``step`` into slot ``index``; ``sequence`` is the published cut's.
@@ -69,6 +81,7 @@ class Cutter:
         slot = self._slot(capture.layout, state, index)
         slot.begin()
         reach("train.cut.begun")
+        self._clear_padding(slot, index, capture.layout)
         capture.copy_into(slot.payload, live)
         reach("train.cut.copied")
         slot.commit(
@@ -134,6 +147,18 @@ class Cutter:
             self._capture.release()
         self._slots = slots
         return slots[index]
+
+    def _clear_padding(self, slot: Slot, index: int, layout: RankLayout) -> None:
+        """Zero the bytes between extents once for each layout: another layout's may be there, and
+        the store refuses padding that is not zero (S3)."""
+        if self._padded.get(index) == (id(slot), layout.layout):
+            return
+        self._padded[index] = (id(slot), layout.layout)
+        ends = [0, *(extent.payload_offset + extent.nbytes for extent in layout.extents)]
+        page_end = -(-layout.payload_bytes // PAGE) * PAGE
+        starts = [*(extent.payload_offset for extent in layout.extents), page_end]
+        for end, start in zip(ends, starts, strict=True):
+            slot.payload[end:start] = bytes(start - end)
 
     def _needed(self, layout: RankLayout, state_bytes: int) -> Geometry:
         chunks = len(chunk_extents(layout, CHUNK_BYTES)) + 1 + state_bytes // CHUNK_BYTES + 1

@@ -95,4 +95,5 @@ class Voice:
 def _figure(value: Any) -> object:
     if isinstance(value, (bool, int, float, str)) or value is None:
         return value
-    return float(value)
+    detach = getattr(value, "detach", None)
+    return float(value if detach is None else detach())
