@@ -46,6 +46,7 @@ from everstep.keeper.wire import (
 
 CONNECT_SECONDS = 30.0
 DEATH_SECONDS = 2.0
+"""From a broken connection to the process's end."""
 BEGIN_SECONDS = 300.0
 """For BeginAttempt: the keeper may still be writing what an earlier attempt left."""
 

@@ -55,6 +55,7 @@ T = TypeVar("T")
 
 ENDS_SECONDS = 20.0
 """For the agents of all nodes to say how their workers ended, once one has failed."""
+REPLACED_SECONDS = 3.0
 PARTING_SECONDS = 5.0
 
 
@@ -253,7 +254,9 @@ class Agent:
     def _agree_as_leader(self, round_: Round) -> Decision:
         while not self._all_ended(round_) and not round_.failed():
             poll(lambda: self._all_ended(round_) or round_.failed(), LEADER_SECONDS)
-        poll(lambda: self._all_ended(round_), ENDS_SECONDS)
+        # Where a node waits to join, it most likely takes the place of one that will say nothing.
+        replaced = any(end.members_changed for end in round_.ended().values())
+        poll(lambda: self._all_ended(round_), REPLACED_SECONDS if replaced else ENDS_SECONDS)
         decision = self._decide(round_.ended(), round_.nodes)
         code = decision.exit_code if decision.action == "stop" else None
         round_.say_decision(Verdict(code, decision.reason, decision.warning))

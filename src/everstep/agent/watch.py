@@ -185,6 +185,7 @@ class Watch:
             self._keeper.preempt(self._grace)
             self._kill_by(now + self._grace, f"{number.name}, and the grace period is over")
         else:
+            self._tell_nodes()
             self._workers.kill(number)
             self._kill_by(now + self._shutdown, f"{number.name}, and the shutdown time is over")
 

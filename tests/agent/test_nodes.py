@@ -1,0 +1,134 @@
+"""Two agents of one job on one machine: they meet, fail, restart and stop together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from forked import Agent, Start, alive, wait_for
+
+from everstep.core import exits
+
+SCRIPT = """
+import os, signal, time
+names = ("TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE",
+         "GROUP_WORLD_SIZE", "EVERSTEP_ATTEMPT", "EVERSTEP_KEEPER")
+print(*(os.environ[name] for name in names), os.getpid(), flush=True)
+count, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+open(f"up-{count}-{rank}", "w").close()
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.005)
+for other in range(int(os.environ["WORLD_SIZE"])):
+    wait_for(f"up-{count}-{other}")
+if int(count) < DEATHS:
+    if rank == "3":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+wait_for("go")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def rendezvous(backend: str) -> list[list[str]]:
+    """The flags of node 0 and of node 1."""
+    port = free_port()
+    both = ["--nnodes", "2", "--nproc-per-node", "2", "--job", "two"]
+    if backend == "static":
+        where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        return [[*both, *where, "--node-rank", str(node)] for node in (0, 1)]
+    alive_after = "keep_alive_interval=1,keep_alive_max_attempt=2"
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    return [[*both, *where, "--rdzv-conf", alive_after]] * 2
+
+
+def begun(agents: list[Agent]) -> list[list[str]]:
+    return sorted(line.split() for agent in agents for line in agent.printed())
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_a_death_on_one_node_restarts_both(start: Start, tmp_path: Path, backend: str) -> None:
+    (tmp_path / "go").touch()
+    script = SCRIPT.replace("DEATHS", "1")
+    agents = [start(*flags, script=script) for flags in rendezvous(backend)]
+    assert [agent.wait() for agent in agents] == [0, 0], agents[0].said() + agents[1].said()
+    lines = begun(agents)
+    assert [line[:7] for line in lines] == [
+        [str(count), str(rank // 2), str(rank), str(rank % 2), "4", "2", str(count + 1)]
+        for count in (0, 1)
+        for rank in range(4)
+    ]
+    keepers = {(line[1], line[7]) for line in lines}
+    assert len(keepers) == 2, "each node has one keeper, the same in both attempts"
+    said = [event.facts["pids"] for event in agents[0].events("workers.started")]
+    assert len(said) == 4
+
+
+def test_a_new_agent_takes_the_place_of_a_dead_one(start: Start, tmp_path: Path) -> None:
+    script = SCRIPT.replace("DEATHS", "0")
+    flags = rendezvous("c10d")[0]
+    leader = start(*flags, script=script)
+    # The agent that holds the rendezvous' store cannot be replaced; the other one can.
+    leader.until(lambda: _hosts_store(leader, flags))
+    follower = start(*flags, script=script)
+    first = [leader, follower]
+    wait_for(lambda: len(begun(first)) == 4, lambda: leader.said() + follower.said())
+    assert follower.printed()[0].split()[1] == "1"
+    workers = [int(line.split()[-1]) for line in follower.printed()]
+    follower.kill(signal.SIGKILL)
+    follower.wait()
+    wait_for(lambda: not any(alive(pid) for pid in workers))
+    for path in tmp_path.glob("up-*"):
+        path.unlink()
+    new = start(*flags, script=script)
+    wait_for(lambda: len(new.printed()) == 2 and len(leader.printed()) == 4, leader.said)
+    (tmp_path / "go").touch()
+    assert [leader.wait(), new.wait()] == [0, 0], leader.said() + new.said()
+    assert {line.split()[1] for line in new.printed()} == {"1"}
+    assert [line.split()[7] for line in new.printed()] == [
+        line.split()[7] for line in follower.printed()
+    ], "the dead agent's keeper was adopted"
+
+
+def test_sigterm_on_one_node_stops_both(start: Start) -> None:
+    script = SCRIPT.replace("DEATHS", "0")
+    agents = [start(*flags, script=script) for flags in rendezvous("c10d")]
+    wait_for(lambda: len(begun(agents)) == 4, lambda: agents[0].said() + agents[1].said())
+    agents[1].kill(signal.SIGTERM)
+    assert [agent.wait() for agent in agents] == [exits.PREEMPTED] * 2
+
+
+def test_a_node_that_never_comes_is_a_clear_error(start: Start) -> None:
+    flags = rendezvous("c10d")[0]
+    flags[-1] += ",join_timeout=1"
+    agent = start(*flags, script="raise SystemExit(0)")
+    assert agent.wait() == exits.FAILED
+    assert "could not meet" in agent.said()
+    assert "Traceback" not in agent.said()
+
+
+def _hosts_store(agent: Agent, flags: list[str]) -> bool:
+    """Whether the process listens on the rendezvous' port."""
+    port = int(flags[flags.index("--rdzv-endpoint") + 1].rpartition(":")[2])
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{agent.pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                listening.add(f"socket:[{fields[9]}]")
+    held = set()
+    for name in os.listdir(f"/proc/{agent.pid}/fd"):
+        try:
+            held.add(os.readlink(f"/proc/{agent.pid}/fd/{name}"))
+        except FileNotFoundError:
+            continue  # closed since it was listed
+    return bool(listening & held)
