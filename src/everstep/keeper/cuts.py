@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep.cadence.policy import Pace, first_cut, next_cut, smoothed
+from everstep.core.events import Level
+from everstep.core.ids import Point
 from everstep.keeper.commands import (
     ClearCut,
     DemoteFqns,
@@ -40,7 +42,6 @@ class Outstanding:
     sequence: int
     step: int
     slots: dict[int, int]
-    first_done: float | None = None
 
 
 @dataclass
@@ -51,7 +52,9 @@ class _Ask:
 
 @dataclass
 class Cuts:
-    """``completed`` is called with each complete snapshot and whether a checkpoint of it was asked
+    """``made`` holds the cuts in the making: what each rank said that has cut, by step.
+
+    ``completed`` is called with each complete snapshot and whether a checkpoint of it was asked
     for; ``lost`` with the step of each cut that was dropped, and why."""
 
     at: Situation
@@ -60,6 +63,7 @@ class Cuts:
     outstanding: Outstanding | None = None
     stopping: bool = False
     made: dict[int, dict[int, CutMade]] = field(default_factory=dict)
+    first_made: dict[int, float] = field(default_factory=dict)
     dropped: dict[int, None] = field(default_factory=dict)
     asks: dict[int, _Ask] = field(default_factory=dict)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
@@ -74,7 +78,8 @@ class Cuts:
         """A new attempt: nothing is published, nobody has asked."""
         self.outstanding = None
         self.stopping = False
-        self.made, self.dropped, self.asks, self.boundaries = {}, {}, {}, {}
+        self.made, self.first_made, self.dropped = {}, {}, {}
+        self.asks, self.boundaries = {}, {}
 
     # -- facts
 
@@ -85,9 +90,6 @@ class Cuts:
             self.at.forget(key)
             return
         self._remember(fact)
-        cut = self.outstanding
-        if cut is not None and cut.step == fact.step and cut.first_done is None:
-            cut.first_done = self.at.now
         self._judge(fact.step)
 
     def cut_missed(self, fact: CutMissed) -> None:
@@ -123,13 +125,14 @@ class Cuts:
         self.asks.pop(rank, None)
         self.boundaries.pop(rank, None)
         self.at.table.resolve(rank)
+        # It may have committed its slot and died before it could say so.
+        for step in list(self.made):
+            self._judge(step)
         cut = self.outstanding
-        if cut is not None:
-            # It may have committed its slot and died before it could say so.
-            if self.at.table.complete(self.at.point(cut.step)):
-                self._judge(cut.step)
-            else:
-                self.drop(f"rank {rank} is gone", rank=rank)
+        if cut is not None and rank not in self.made.get(cut.step, {}):
+            self.drop(f"rank {rank} is gone", rank=rank)
+        for step in [s for s, cuts in self.made.items() if rank not in cuts]:
+            self._lose(step, f"rank {rank} is gone", rank=rank, level="info")
 
     def settle(self) -> None:
         """Called after each fact: grant what is free, publish what is due, drop what hangs."""
@@ -147,7 +150,8 @@ class Cuts:
 
     def _publish(self) -> None:
         at = self.at
-        if self.outstanding or self.stopping or self.asks or not (at.elected and at.assembled):
+        waiting = self.outstanding or self.stopping or self.asks or self.made
+        if waiting or not (at.elected and at.assembled):
             return
         slots = {rank: at.table.free(rank) for rank in at.table.home}
         free = {rank: index for rank, index in slots.items() if index is not None}
@@ -172,7 +176,7 @@ class Cuts:
 
     def _serve_asks(self) -> None:
         for rank, ask in sorted(self.asks.items()):
-            index = self.at.table.free(rank) if self.at.elected else None
+            index = self._free_for(rank, ask.step) if self.at.elected else None
             if index is None and self.at.now < ask.deadline:
                 continue
             del self.asks[rank]
@@ -180,12 +184,26 @@ class Cuts:
                 self.at.table.reserve(self.at.table.key(rank, index), ask.step)
             self.at.say(GrantSlot(self.at.node_of(rank), rank, -1 if index is None else index))
 
+    def _free_for(self, rank: int, step: int) -> int | None:
+        """A slot for a cut that the rank asked for. One that holds a cut in the making is given
+        only where there is no other, and that cut is lost."""
+        for older in sorted(s for s, cuts in self.made.items() if s < step and rank in cuts):
+            index = self.at.table.free(rank, kept=self._pending())
+            if index is not None:
+                return index
+            self._lose(older, f"rank {rank} needs its slot for step {step}", rank=rank)
+        return self.at.table.free(rank, kept=self._pending())
+
+    def _pending(self) -> set[Point]:
+        return {self.at.point(step) for step in self.made}
+
     # -- completeness
 
     def _remember(self, fact: CutMade) -> None:
         self.made.setdefault(fact.step, {})[fact.rank] = fact
+        self.first_made.setdefault(fact.step, self.at.now)
         for step in sorted(self.made)[:-KEPT_STEPS]:
-            del self.made[step]
+            self._lose(step, "too many cuts are in the making")
 
     def _judge(self, step: int) -> None:
         """Complete, or held by all and yet not one snapshot (R2, R8), or still in the making."""
@@ -210,7 +228,7 @@ class Cuts:
         if self.outstanding is not None and self.outstanding.step <= step:
             self.outstanding = None
         for older in [s for s in self.made if s <= step]:
-            del self.made[older]
+            self._decided(older)
         self.last_cut = step
         seconds = max((cut.seconds for cut in cuts.values()), default=0.0)
         if seconds > 0:
@@ -240,7 +258,7 @@ class Cuts:
 
     # -- dropping
 
-    def drop(self, why: str, *, rank: int | None = None) -> None:
+    def drop(self, why: str, *, rank: int | None = None, level: Level = "info") -> None:
         """Take the outstanding cut back; training goes on. Ranks that may be writing their slot
         at this moment keep it until they speak or have gone on."""
         cut = self.outstanding
@@ -249,9 +267,11 @@ class Cuts:
         self.outstanding = None
         for node in self.at.nodes:
             self.at.say(ClearCut(node))
-        self._lose(cut.step, why, rank=rank)
+        self._lose(cut.step, why, rank=rank, level=level)
 
-    def _lose(self, step: int, why: str, *, rank: int | None = None) -> None:
+    def _lose(
+        self, step: int, why: str, *, rank: int | None = None, level: Level = "warning"
+    ) -> None:
         if self.outstanding is not None and self.outstanding.step == step:
             self.outstanding = None
         self.dropped[step] = None
@@ -261,33 +281,44 @@ class Cuts:
         for key, entry in list(self.at.table.entries.items()):
             if entry.point == point:
                 self.at.forget(key)
-        self.made.pop(step, None)
+        self._decided(step)
         self.at.tell(
             "cut.dropped", f"the cut at step {step} is dropped: {why}",
-            level="warning", rank=rank, step=step, reason=why,
+            level=level, rank=rank, step=step, reason=why,
         )  # fmt: skip
         self.lost(step, why)
 
     def _passed(self, boundary: Boundary) -> None:
+        """The rank has finished a step: cuts of earlier steps that it did not take are missed."""
         self.at.table.resolve_before(boundary.rank, boundary.step)
         cut = self.outstanding
-        missed = cut is not None and boundary.rank not in self.made.get(cut.step, {})
-        if cut is not None and missed and boundary.step > cut.step:
+        if cut is not None and self._missed(cut.step, boundary):
             self._late()
             self.drop(f"rank {boundary.rank} learnt of it too late", rank=boundary.rank)
+        for step in [s for s in self.made if self._missed(s, boundary)]:
+            self._lose(step, f"rank {boundary.rank} did not take it", rank=boundary.rank)
+
+    def _missed(self, step: int, boundary: Boundary) -> bool:
+        return boundary.step > step and boundary.rank not in self.made.get(step, {})
+
+    def _decided(self, step: int) -> None:
+        self.made.pop(step, None)
+        self.first_made.pop(step, None)
 
     def _late(self) -> None:
         lag = self.lag or (REMOTE_LAG if len(self.at.nodes) > 1 else LOCAL_LAG)
         self.lag = min(2 * lag, MAX_LAG)
 
     def _straggling(self) -> None:
-        cut = self.outstanding
-        if cut is None or cut.first_done is None:
-            return
         allowed = STRAGGLER_SECONDS + 10 * self.step_seconds
-        if self.at.now - cut.first_done > allowed:
-            missing = sorted(set(self.at.table.home) - set(self.made.get(cut.step, {})))
-            self.drop(f"ranks {missing} did not cut within {allowed:.0f} s")
+        for step, since in list(self.first_made.items()):
+            if self.at.now - since > allowed:
+                missing = sorted(set(self.at.table.home) - set(self.made[step]))
+                why = f"ranks {missing} did not cut within {allowed:.0f} s"
+                if self.outstanding is not None and self.outstanding.step == step:
+                    self.drop(why, level="warning")
+                else:
+                    self._lose(step, why)
 
     def _drop_replaced(self) -> None:
         for (node, rank), indexes in self.at.table.replaced().items():

@@ -10,6 +10,7 @@ hold the newest complete snapshot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -146,13 +147,15 @@ class SlotTable:
                 return point, world
         return None
 
-    def free(self, rank: int) -> int | None:
-        """A slot of the rank that may be written now, or None (R7)."""
+    def free(self, rank: int, *, kept: AbstractSet[Point] = frozenset()) -> int | None:
+        """A slot of the rank that may be written now, or None (R7). ``kept`` are points in the
+        making, whose slots are not given either."""
         newest = self.newest()
-        kept = newest.slots.get(rank) if newest else None
+        complete = newest.slots.get(rank) if newest else None
         for key, entry in self.of_rank(rank):
             idle = entry.current and not entry.leases and entry.reserved is None
-            if idle and not entry.doomed and key != kept:
+            wanted = key == complete or entry.point in kept
+            if idle and not entry.doomed and not wanted:
                 return key.index
         return None
 
