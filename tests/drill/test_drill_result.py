@@ -77,5 +77,5 @@ def test_the_json_shape_is_stable() -> None:
         "names", "steps", "compared", "repeated", "differences",
     }  # fmt: skip
     assert set(document["reference"]["state"]) == {
-        "step", "tensors", "bytes", "ranks", "differences",
+        "step", "tensors", "bytes", "ranks", "differences", "idle",
     }  # fmt: skip

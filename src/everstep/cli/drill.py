@@ -201,6 +201,12 @@ def _render_reference(reference: Reference, console: Console) -> None:
         f"final state of step {state.step}: {state.tensors} tensors, {size(state.bytes)}, objects "
         f"of {state.ranks} ranks, {same} the undisturbed run's, bit by bit"
     )
+    if state.idle:
+        console.print(
+            f"neither seeded nor used by the script, and carried unchanged through the run: "
+            f"{', '.join(state.idle)}",
+            markup=False,
+        )
 
 
 def _tier(report: FaultReport) -> str:

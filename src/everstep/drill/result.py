@@ -78,10 +78,10 @@ def conclude(
     if reference is not None:
         why += [f"undisturbed run: {problem}" for problem in reference.run.problems]
         verdict = "failed" if why else "recovered"
-        if not reference.identical and not why and reference.reproducible is False:
-            verdict = "not reproducible"
-            why.append("two undisturbed runs of this script differ, so nothing can be compared")
-        elif not reference.identical:
-            verdict = "failed"
+        if not reference.identical:
+            unsound = not why and reference.reproducible is False
+            verdict = "not reproducible" if unsound else "failed"
+            if unsound:
+                why.append("two undisturbed runs of this script differ, so nothing can be compared")
             why += reference.losses.differences + reference.state.differences
     return DrillResult(verdict, tuple(why), seed, command, faults, run, reference)

@@ -3,9 +3,12 @@
 Owns: reading both whole and naming what differs. Never does: trust a digest in place of the
 bytes. Called by: the drill.
 
-Nothing of a state may differ: tensors, optimizer state, RNG, data position, step and user objects
-are all compared. What describes the run and not the state (attempt, times, host) stands in the
-records of the store and is not looked at.
+Tensors, optimizer state, generators, data position, step and user objects are all compared. What
+describes the run and not the state (attempt, times, host) stands in the records of the store and
+is not looked at. One thing may differ: Python and NumPy seed their global generators from the
+operating system, so where a script neither seeds nor uses one, any two runs differ in it. Such a
+generator is compared with the same run's first checkpoint instead: a new process has another, so
+an unchanged one was carried through every restore.
 """
 
 from __future__ import annotations
@@ -26,41 +29,61 @@ MOST_DIFFERENCES = 10
 
 _MISSING = object()
 
+GENERATORS = {"python": "Python's random", "numpy": "NumPy's random"}
+"""Global generators that the operating system seeds; torch's begins the same in every process."""
+
 Name = tuple[str, int]
 """(FQN, rank scope)."""
 
 
 class StateReport(msgspec.Struct, frozen=True):
     """``tensors`` and ``bytes`` compared, and ``ranks`` whose objects were; ``differences`` names
-    the first few and is empty iff the two states are equal in every bit."""
+    the first few and is empty iff the two states are equal in every bit. ``idle`` are generators
+    that the script neither seeds nor uses, and that were carried unchanged through the run."""
 
     step: int
     tensors: int
     bytes: int
     ranks: int
     differences: tuple[str, ...]
+    idle: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
         return not self.differences
 
 
-def compare_checkpoints(reference: Checkpoint, drilled: Checkpoint) -> StateReport:
-    """Compare every tensor and every rank's objects of two checkpoints.
+class Final(msgspec.Struct, frozen=True):
+    """A run's last checkpoint, and the first that is still there (None: no other one is)."""
+
+    last: Checkpoint
+    first: Checkpoint | None = None
+
+
+def compare_states(undisturbed: Final, drilled: Final) -> StateReport:
+    """Compare every tensor and every rank's objects of two runs' last checkpoints.
 
     Raises ``CorruptObject`` where one of them does not verify.
     """
-    found = list(_shape_differences(reference, drilled))
+    left, right = undisturbed.last, drilled.last
+    found = list(_shape_differences(left, right))
+    idle: list[str] = []
     tensors = nbytes = 0
     if not found:
-        for name, extents in sorted(_tensors(reference).items()):
+        for name, extents in sorted(_tensors(left).items()):
             tensors += 1
             nbytes += sum(_bytes(extent) for extent in extents)
-            found += _tensor_differences(reference, drilled, name, extents)
-        for rank in range(reference.world):
-            found += _object_differences(reference, drilled, rank)
-    step = reference.point.step
-    return StateReport(step, tensors, nbytes, reference.world, tuple(found[:MOST_DIFFERENCES]))
+            found += _tensor_differences(left, right, name, extents)
+        for rank in range(left.world):
+            found += _object_differences(undisturbed, drilled, rank, idle)
+    return StateReport(
+        step=left.point.step,
+        tensors=tensors,
+        bytes=nbytes,
+        ranks=left.world,
+        differences=tuple(found[:MOST_DIFFERENCES]),
+        idle=tuple(idle),
+    )
 
 
 def _shape_differences(reference: Checkpoint, drilled: Checkpoint) -> Iterator[str]:
@@ -97,13 +120,48 @@ def _tensor_differences(
                 return
 
 
-def _object_differences(reference: Checkpoint, drilled: Checkpoint, rank: int) -> Iterator[str]:
-    left, right = reference.rank_state(rank), drilled.rank_state(rank)
+def _object_differences(
+    undisturbed: Final, drilled: Final, rank: int, idle: list[str]
+) -> Iterator[str]:
+    left, right = undisturbed.last.rank_state(rank), drilled.last.rank_state(rank)
     if (left.refs, left.aliases) != (right.refs, right.aliases):
         yield f"rank {rank} refers to other tensors"
-    if left.objects != right.objects:
-        where = first_difference(_decoded(left.objects), _decoded(right.objects))
+    if left.objects == right.objects:
+        return
+    opened = _opened(left.objects), _opened(right.objects)
+    unused = _unchanged(undisturbed, rank) & _unchanged(drilled, rank)
+    pairs = {name: [_generators(each).pop(name) for each in opened] for name in sorted(unused)}
+    differing = [name for name, pair in pairs.items() if first_difference(*pair) is not None]
+    idle += [f"{GENERATORS[name]} of rank {rank}" for name in differing]
+    where = first_difference(*opened)
+    if where is not None or not differing:
         yield f"objects of rank {rank} differ at {where or 'their encoding'}"
+
+
+def _unchanged(run: Final, rank: int) -> set[str]:
+    """Generators that are the same in the run's first checkpoint and in its last."""
+    if run.first is None:
+        return set()
+    first, last = (
+        _generators(_opened(checkpoint.rank_state(rank).objects))
+        for checkpoint in (run.first, run.last)
+    )
+    both = set(first) & set(last) & set(GENERATORS)
+    return {name for name in both if first_difference(first[name], last[name]) is None}
+
+
+def _opened(objects: bytes) -> object:
+    """The objects decoded, with what train itself keeps (``extra``) decoded in its place."""
+    decoded = _decoded(objects)
+    if isinstance(decoded, dict) and isinstance(decoded.get("extra"), bytes):
+        decoded["extra"] = _decoded(decoded["extra"])
+    return decoded
+
+
+def _generators(opened: object) -> dict[str, object]:
+    extra = opened.get("extra") if isinstance(opened, dict) else None
+    found = extra.get("rng") if isinstance(extra, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def blocks(extent: ExtentEntry) -> Iterator[Box]:
