@@ -130,7 +130,7 @@ def _object_differences(
         return
     opened = _opened(left.objects), _opened(right.objects)
     unused = _unchanged(undisturbed, rank) & _unchanged(drilled, rank)
-    pairs = {name: [_generators(each).pop(name) for each in opened] for name in sorted(unused)}
+    pairs = {name: [_taken_out(each, name) for each in opened] for name in sorted(unused)}
     differing = [name for name, pair in pairs.items() if first_difference(*pair) is not None]
     idle += [f"{GENERATORS[name]} of rank {rank}" for name in differing]
     where = first_difference(*opened)
@@ -158,10 +158,25 @@ def _opened(objects: bytes) -> object:
     return decoded
 
 
+def _taken_out(opened: object, name: str) -> object:
+    """Take an unused generator out of the objects: the boundary's record of it, and the epoch
+    start's where that is the same."""
+    held = _generators(opened).pop(name)
+    start = _at(opened, "extra", "data", "start", "rng")
+    if name in start and first_difference(start[name], held) is None:
+        del start[name]
+    return held
+
+
+def _at(opened: object, *keys: str) -> dict[str, object]:
+    """The mapping at a path of keys, an empty one where there is none."""
+    for key in keys:
+        opened = opened.get(key) if isinstance(opened, dict) else None
+    return opened if isinstance(opened, dict) else {}
+
+
 def _generators(opened: object) -> dict[str, object]:
-    extra = opened.get("extra") if isinstance(opened, dict) else None
-    found = extra.get("rng") if isinstance(extra, dict) else None
-    return found if isinstance(found, dict) else {}
+    return _at(opened, "extra", "rng")
 
 
 def blocks(extent: ExtentEntry) -> Iterator[Box]:
