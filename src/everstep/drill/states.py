@@ -130,7 +130,9 @@ def _object_differences(
         return
     opened = _opened(left.objects), _opened(right.objects)
     unused = _unchanged(undisturbed, rank) & _unchanged(drilled, rank)
-    pairs = {name: [_taken_out(each, name) for each in opened] for name in sorted(unused)}
+    pairs = {
+        name: (_taken_out(opened[0], name), _taken_out(opened[1], name)) for name in sorted(unused)
+    }
     differing = [name for name, pair in pairs.items() if first_difference(*pair) is not None]
     idle += [f"{GENERATORS[name]} of rank {rank}" for name in differing]
     where = first_difference(*opened)
