@@ -7,7 +7,7 @@ Owns: reading tensors from either tier into memory that is handed in. Never does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,8 +17,10 @@ from everstep.core.settings import Settings
 from everstep.errors import CorruptObject
 from everstep.keeper.slot import Slot
 from everstep.keeper.wire import SlotName
-from everstep.store import Checkpoint, ReadRequest, open_store
 from everstep.store.boxes import runs
+
+if TYPE_CHECKING:
+    from everstep.store import Checkpoint
 
 _decoder = msgspec.msgpack.Decoder(RankState)
 
@@ -83,6 +85,9 @@ class StoreSource:
     """One committed checkpoint; every chunk is verified while it is read."""
 
     def __init__(self, settings: Settings, point: Point) -> None:
+        # Not at the top: a restart from memory must not pay for importing the store's reader.
+        from everstep.store import open_store
+
         job = open_store(settings.store).job(settings.job)
         self._checkpoint: Checkpoint = job.open_checkpoint(point)
 
@@ -90,6 +95,8 @@ class StoreSource:
         return self._checkpoint.rank_state(rank)
 
     def read(self, wanted: Wanted) -> int:
+        from everstep.store import ReadRequest
+
         requests = [ReadRequest(ref.fqn, ref.rank, ref.box, into) for ref, into in wanted]
         return self._checkpoint.load(requests).bytes
 
