@@ -90,7 +90,8 @@ def test_a_new_agent_takes_the_place_of_a_dead_one(start: Start, tmp_path: Path)
     for path in tmp_path.glob("up-*"):
         path.unlink()
     new = start(*flags, script=script)
-    wait_for(lambda: len(new.printed()) == 2 and len(leader.printed()) == 4, leader.said)
+    ups = [tmp_path / f"up-0-{rank}" for rank in range(4)]
+    wait_for(lambda: all(up.exists() for up in ups), lambda: leader.said() + new.said())
     (tmp_path / "go").touch()
     assert [leader.wait(), new.wait()] == [0, 0], leader.said() + new.said()
     assert {line.split()[1] for line in new.printed()} == {"1"}

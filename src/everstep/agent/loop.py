@@ -25,6 +25,8 @@ from everstep.agent.keeper import NodeKeeper, claim_index, hold_index
 from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import (
+    AGAIN_SECONDS,
+    GATHER_SECONDS,
     LEADER_SECONDS,
     Meeting,
     NodeEnd,
@@ -70,6 +72,7 @@ class Agent:
         self._history = History()
         self._expected = False
         self._took_part = False
+        self._same_nodes = False
         self._learnt = Learnt(record)
         self._failures: list[report.Failure] = []
         self._index, self._number_lock = self._own_number()
@@ -118,11 +121,29 @@ class Agent:
         self._record.attempt = attempt or self._record.attempt
         if not self._keeper.attached:
             self._keeper.launch()
-        round_ = self._meeting.next()
-        round_.enter(self._entry(), keep_ranks=self._meeting.static)
+        round_ = self._meet()
         if round_.leads:
             return round_, self._lead(round_, attempt)
         return round_, self._follow(round_)
+
+    def _meet(self) -> Round:
+        if self._same_nodes:
+            self._same_nodes = False
+            round_ = self._meeting.again()
+            try:
+                self._enter(round_, AGAIN_SECONDS)
+            except AgentError:
+                # An agent has died since the verdict: torch's rendezvous waits for another.
+                return self._meet()
+            return round_
+        round_ = self._meeting.next()
+        self._enter(round_, GATHER_SECONDS)
+        return round_
+
+    def _enter(self, round_: Round, timeout: float) -> None:
+        config = self._launch.config
+        entry = NodeEntry(config.role, config.nproc_per_node, socket.gethostname(), self._index)
+        round_.enter(entry, keep_ranks=self._meeting.static, timeout=timeout)
 
     def _lead(self, round_: Round, attempt: int) -> Plan:
         try:
@@ -259,7 +280,7 @@ class Agent:
         poll(lambda: self._all_ended(round_), REPLACED_SECONDS if replaced else ENDS_SECONDS)
         decision = self._decide(round_.ended(), round_.nodes)
         code = decision.exit_code if decision.action == "stop" else None
-        round_.say_decision(Verdict(code, decision.reason, decision.warning))
+        round_.say_decision(Verdict(code, decision.reason, decision.warning, self._same_nodes))
         return decision
 
     def _obey(self, round_: Round) -> Decision:
@@ -272,6 +293,7 @@ class Agent:
                 "the leader of the job (node 0) did not say what comes next.",
                 hint="Its agent hangs; start the job again on all nodes.",
             )
+        self._same_nodes = verdict.same_nodes
         if verdict.exit_code is None:
             return Decision("restart", 0, verdict.reason, self._history)
         return Decision("stop", verdict.exit_code, verdict.reason, self._history, verdict.warning)
@@ -289,6 +311,7 @@ class Agent:
 
     def _decide(self, ends: dict[int, NodeEnd], nodes: int) -> Decision:
         end = combine(ends, nodes)
+        self._same_nodes = not end.lost_nodes and not end.members_changed
         self._expected = self._expected or end.reached >= 0 or end.restored >= 0
         return decide(end, self._history, self._launch.max_restarts)
 
@@ -349,10 +372,6 @@ class Agent:
                 hint="Stop it first, or give this run another --job.",
             )
         return only, lock
-
-    def _entry(self) -> NodeEntry:
-        config = self._launch.config
-        return NodeEntry(config.role, config.nproc_per_node, socket.gethostname(), self._index)
 
     def _place(self, round_: Round, plan: Plan) -> Place:
         role_ranks, role_size = plan.role_ranks(round_.node)

@@ -36,6 +36,8 @@ from everstep.errors import AgentError
 POLL_SECONDS = 0.005
 GATHER_SECONDS = 60.0
 """For the agents of a round to say what they are: each has just come out of the rendezvous."""
+AGAIN_SECONDS = 20.0
+"""The same, where each has just heard the leader's verdict."""
 PLAN_SECONDS = 300.0
 """For the leader to claim the attempt in the store and to begin it at its keeper."""
 LEADER_SECONDS = 60.0
@@ -106,11 +108,13 @@ class NodeEnd(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The leader's decision: ``exit_code`` None means the next round."""
+    """The leader's decision: ``exit_code`` None means the next round, ``same_nodes`` that it is
+    one of the nodes that are here (see :meth:`Meeting.again`)."""
 
     exit_code: int | None
     reason: str
     warning: str = ""
+    same_nodes: bool = False
 
 
 def order(entries: Sequence[NodeEntry]) -> tuple[int, ...]:
@@ -130,11 +134,12 @@ def order(entries: Sequence[NodeEntry]) -> tuple[int, ...]:
 
 class Round:
     """One meeting of the nodes. ``node`` is this agent's number among them (GROUP_RANK), known
-    after :meth:`enter`; ``nodes`` is how many met. Node 0 leads."""
+    after :meth:`enter`; ``rank`` is that of the rendezvous, ``nodes`` is how many met. Node 0
+    leads."""
 
     def __init__(self, store: Store, rank: int, nodes: int, addr: str, port: int) -> None:
         self._store = store
-        self._rank = rank
+        self.rank = rank
         self.node = rank
         self.nodes = nodes
         self.entries: tuple[NodeEntry, ...] = ()
@@ -148,14 +153,15 @@ class Round:
 
     # -- before workers start
 
-    def enter(self, entry: NodeEntry, *, keep_ranks: bool) -> None:
+    def enter(self, entry: NodeEntry, *, keep_ranks: bool, timeout: float) -> None:
         """Say what this node is, and learn what all are (``entries``, in node order).
-        ``keep_ranks``: the rendezvous' order is the user's own (``--node-rank``)."""
-        self._put(f"{_NODE}{self._rank}", entry)
-        deadline = time.monotonic() + GATHER_SECONDS
+        ``keep_ranks``: the rendezvous' order is the user's own (``--node-rank``). Raises
+        :class:`AgentError` where one says nothing for ``timeout`` s."""
+        self._put(f"{_NODE}{self.rank}", entry)
+        deadline = time.monotonic() + timeout
         met = [self._await(f"{_NODE}{k}", NodeEntry, deadline) for k in range(self.nodes)]
         numbers = tuple(range(self.nodes)) if keep_ranks else order(met)
-        self.node = numbers[self._rank]
+        self.node = numbers[self.rank]
         self.entries = tuple(met[numbers.index(node)] for node in range(self.nodes))
 
     def publish(self, plan: Plan) -> None:
@@ -223,8 +229,9 @@ class Meeting:
         self._handler = _handler(config)
         self.alone = config.max_nodes == 1
         self.static = self._handler.get_backend() == "static"
-        self._first: Round | None = None
+        self._last: Round | None = None
         self._rounds = 0
+        self._number = 0
         self._server: TCPStore | None = None
         self._base: Store | None = None
 
@@ -238,8 +245,6 @@ class Meeting:
 
     def next(self) -> Round:
         """Meet the other nodes. Raises :class:`AgentError` where they do not come in time."""
-        if self.alone and self._first is not None:
-            return self._again(self._first)
         try:
             met = self._handler.next_rendezvous()
         except (RendezvousError, RuntimeError, TimeoutError) as bad:
@@ -250,16 +255,32 @@ class Meeting:
             ) from bad
         info = met.bootstrap_store_info
         assert info is not None, "torch's handlers always give the bootstrap address"
-        store = PrefixStore(f"everstep/{self._number(met.store, met.rank)}", met.store)
-        round_ = Round(store, met.rank, met.world_size, info.master_addr, info.master_port)
         self._base = met.store
+        self._count(met.store, met.rank)
+        store = PrefixStore(f"everstep/{self._number}", met.store)
+        round_ = Round(store, met.rank, met.world_size, info.master_addr, info.master_port)
         if met.rank == 0:
             # torch writes these keys in its first round alone; a node that joins later waits for
             # them inside its own first round.
             RendezvousStoreInfo.build(0, met.store, round_.master_addr, round_.master_port)
-        round_.port_is_used = self._rounds > 0
+        round_.port_is_used = self._rounds > 0 or not (self.alone or self.static)
         self._rounds += 1
-        self._first = self._first or round_
+        self._last = round_
+        return round_
+
+    def again(self) -> Round:
+        """The next round of the very same nodes: all have just said how the last one ended, so
+        nothing is gained by meeting anew, and it would cost seconds."""
+        last, base = self._last, self._base
+        assert last is not None, "met again before the first meeting"
+        assert base is not None, "met again before the first meeting"
+        self._number += 1
+        if self.static and last.rank == 0:
+            base.set(_STATIC_ROUND, str(self._number))
+        store = PrefixStore(f"everstep/{self._number}", base)
+        round_ = Round(store, last.rank, last.nodes, last.master_addr, last.master_port)
+        round_.port_is_used = True
+        self._last = round_
         return round_
 
     def members_wait(self) -> bool:
@@ -271,28 +292,19 @@ class Meeting:
         if for_good:
             self._handler.shutdown()
 
-    def _again(self, first: Round) -> Round:
-        assert self._base is not None
-        store = PrefixStore(f"everstep/{self._rounds}", self._base)
-        round_ = Round(store, first.node, first.nodes, first.master_addr, 0)
-        round_.port_is_used = True
-        self._rounds += 1
-        return round_
+    def _count(self, store: Store, rank: int) -> None:
+        """Choose what tells this round's keys from those of the rounds before.
 
-    def _number(self, store: Store, node: int) -> int:
-        """What tells this round's keys from those of the rounds before.
-
-        torch's dynamic rendezvous gives each round a prefix already; the static one has a single
-        store, so there the leader counts in it.
+        torch's dynamic rendezvous gives each of its rounds a prefix already; the static one has a
+        single store, so there node 0 counts in it.
         """
-        if not self.static or self.alone:
-            return 0
-        if node == 0:
-            store.set(_STATIC_ROUND, str(self._rounds))
-            return self._rounds
-        if self._rounds == 0:
-            self._rounds = self._rejoin(store, node)
-        return self._rounds
+        if not self.static:
+            self._number = 0
+        elif rank == 0:
+            self._number += self._rounds > 0
+            store.set(_STATIC_ROUND, str(self._number))
+        else:
+            self._number = self._number + 1 if self._rounds else self._rejoin(store, rank)
 
     def _rejoin(self, store: Store, node: int) -> int:
         """The round that a new agent of this node enters: an agent before it that was in the

@@ -1,0 +1,73 @@
+"""The agent with scripts that attach: what it learns through the keeper decides what it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from forked import Start
+
+from everstep.core import exits
+
+SCRIPT = """
+import os, signal, time
+import torch
+import everstep
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run = everstep.attach(model=model, optimizer=optimizer)
+for step in run.steps(until=UNTIL):
+    print("step", step, os.environ["EVERSTEP_ATTEMPT"], os.getpid(), flush=True)
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    run.log(loss=loss)
+    time.sleep(0.01)
+    BODY
+"""
+
+
+def steps(lines: list[str], attempt: int) -> list[int]:
+    """Steps that the attempt computed, in order."""
+    words = [line.split() for line in lines]
+    return [int(step) for _, step, number, _ in words if int(number) == attempt]
+
+
+def test_a_killed_worker_goes_on_from_memory_and_that_is_progress(start: Start) -> None:
+    body = """
+    if step == 10 * int(os.environ["EVERSTEP_ATTEMPT"]) and step <= 20:
+        os.kill(os.getpid(), signal.SIGKILL)"""
+    script = SCRIPT.replace("UNTIL", "25").replace("BODY", body)
+    agent = start("--snapshot-every", "2", script=script)
+    assert agent.wait() == exits.FINISHED, agent.said()
+    assert [e.attempt for e in agent.events("attempt.started")] == [1, 2, 3]
+    elected = agent.events("restore.elected")
+    assert {event.facts["source"] for event in elected[1:]} == {"memory"}
+    for attempt in (2, 3):
+        again = steps(agent.printed(), attempt)[0]
+        assert 10 * (attempt - 1) - 8 <= again <= 10 * (attempt - 1)
+    assert agent.events("attempt.ended")[-1].facts["stuck"] == 0
+    assert steps(agent.printed(), 3)[-1] == 24
+
+
+def test_sigterm_preempts_after_a_cut_and_the_job_goes_on_at_the_very_next_step(
+    start: Start,
+) -> None:
+    script = SCRIPT.replace("UNTIL", "1000000").replace("BODY", "")
+    agent = start(script=script)
+    agent.until(lambda: len(agent.printed()) >= 5)
+    agent.kill(signal.SIGTERM)
+    assert agent.wait() == exits.PREEMPTED, agent.said()
+    last = steps(agent.printed(), 1)[-1]
+    again = start(script=script)
+    again.until(lambda: again.printed())
+    assert steps(again.printed(), 2)[0] == last + 1
+    # A keeper that is lost now is replaced, and can stop the job as the old one could.
+    os.kill(int(str(again.events("keeper.started")[-1].facts["pid"])), signal.SIGKILL)
+    again.until(lambda: len(again.events("keeper.started")) >= 3)
+    again.kill(signal.SIGTERM)
+    assert again.wait() == exits.PREEMPTED, again.said()
+    reached = steps(again.printed(), 2)[-1] + 1
+    assert [e.step for e in again.events("checkpoint.committed")][-1] == reached
