@@ -18,7 +18,7 @@ from everstep.drill.plan import OF_STORE, Fault, Planned, schedule
 from everstep.drill.result import DrillResult, Reference, RunReport, conclude
 from everstep.drill.run import Drive, Tell
 from everstep.drill.storefault import faulty_url
-from everstep.errors import DrillError, EverstepError, ObjectMissing, UsageError
+from everstep.errors import EverstepError, ObjectMissing, UsageError
 from everstep.store import open_store
 
 
@@ -138,19 +138,9 @@ def _difference(options: Options, undisturbed: _Done, other: _Done) -> Reference
 
 def _compare_states(undisturbed: RunReport, other: RunReport) -> states.StateReport:
     try:
-        return states.compare_states(_final(undisturbed), _final(other))
+        return states.compare_states(
+            states.final_of(undisturbed.store, undisturbed.job),
+            states.final_of(other.store, other.job),
+        )
     except EverstepError as error:
         return states.StateReport(0, 0, 0, 0, (f"the states cannot be compared: {error}",))
-
-
-def _final(run: RunReport) -> states.Final:
-    job = open_store(run.store).job(run.job)
-    candidates = job.candidates()
-    if not candidates:
-        raise DrillError(f"job {run.job} in {run.store} has no committed checkpoint.")
-    last = candidates[0]
-    sound = [info.point for info in job.checkpoints() if info.sound and info.point.step < last.step]
-    first = min(sound, key=lambda point: (point.attempt, point.step), default=None)
-    return states.Final(
-        job.open_checkpoint(last), None if first is None else job.open_checkpoint(first)
-    )

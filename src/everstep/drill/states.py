@@ -20,7 +20,8 @@ from itertools import zip_longest
 import msgspec
 
 from everstep.core.layout import ITEMSIZE, SHARED, Box
-from everstep.store import Checkpoint, ReadRequest
+from everstep.errors import DrillError
+from everstep.store import Checkpoint, ReadRequest, open_store
 from everstep.store.records import ExtentEntry
 
 BLOCK_BYTES = 64 << 20
@@ -58,6 +59,22 @@ class Final(msgspec.Struct, frozen=True):
 
     last: Checkpoint
     first: Checkpoint | None = None
+
+
+def final_of(store: str, job: str) -> Final:
+    """What the comparison needs of a finished run. Raises :class:`DrillError` where nothing is
+    committed."""
+    opened = open_store(store).job(job)
+    candidates = opened.candidates()
+    if not candidates:
+        raise DrillError(f"job {job} in {store} has no committed checkpoint.")
+    last = candidates[0]
+    sound = [info.point for info in opened.checkpoints() if info.sound]
+    earlier = [point for point in sound if point.step < last.step]
+    first = min(earlier, key=lambda point: (point.attempt, point.step), default=None)
+    return Final(
+        opened.open_checkpoint(last), None if first is None else opened.open_checkpoint(first)
+    )
 
 
 def compare_states(undisturbed: Final, drilled: Final) -> StateReport:
