@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from everstep.bench import figures, memory, recover, save
 from everstep.bench.figures import Spread, spread
-from everstep.bench.footprint import Footprint, leaks
+from everstep.bench.footprint import Footprint, at_rest, leaks
 from everstep.bench.phases import Recovery
 from everstep.bench.result import FORMAT, Figure, Goal, Machine, Result, report
 from everstep.bench.rounds import Limits, Round
@@ -206,3 +206,9 @@ def test_whatever_grows_is_named_as_a_leak(after: Footprint, what: str) -> None:
 def test_what_an_allocator_moves_is_no_leak() -> None:
     assert leaks(_held(), _held(pss=10**8 + (7 << 20), mappings=404)) == []
     assert leaks(_held(), _held(pss=1, fds=1, mappings=1, threads=1)) == []
+
+
+def test_what_is_opened_for_a_moment_is_not_counted_as_held() -> None:
+    looks = iter([_held(fds=12), _held(threads=9), _held(pss=2 * 10**8)])
+    assert at_rest(lambda: next(looks, _held(fds=30)), seconds=0.1) == _held()
+    assert at_rest(lambda: _held(fds=11), seconds=0.0).fds == 11

@@ -15,7 +15,7 @@ import msgspec
 from everstep.bench import processes
 from everstep.bench.child import Child
 from everstep.bench.figures import spread
-from everstep.bench.footprint import Footprint, Peak, leaks
+from everstep.bench.footprint import Footprint, Peak, at_rest, leaks
 from everstep.bench.machine import read_machine, require_disk, require_memory
 from everstep.bench.result import Figure, Goal, Result, report
 from everstep.bench.rounds import Job, Method
@@ -114,7 +114,7 @@ def added(setup: MemorySetup, folder: Path) -> Added:
         child.ask("train", SIZE_STEPS)
         with Peak(mark) as peak:
             child.ask("saves", SIZE_SAVES)
-        settled = child.footprint().pss
+        settled = at_rest(child.footprint).pss
         child.ask("close")
     return Added(state, alone, max(peak.bytes, settled), settled)
 
@@ -126,9 +126,9 @@ def leaked(setup: MemorySetup, folder: Path) -> Leaked:
     with processes.marked() as mark, _child("everstep", small, folder / "leak", mark) as child:
         child.ask("open")
         child.ask("saves", WARM_SAVES)
-        before = child.footprint()
+        before = at_rest(child.footprint)
         child.ask("saves", setup.saves - WARM_SAVES, timeout=3600.0)
-        after = child.footprint()
+        after = at_rest(child.footprint)
         child.ask("close")
     return Leaked(setup.saves, before, after)
 

@@ -38,6 +38,9 @@ from everstep.errors import BenchError, UsageError
 System = Literal["everstep", "torchrun"]
 SYSTEMS: tuple[System, System] = ("torchrun", "everstep")
 WORLD = 2
+PEER_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""torchrun keeps one store for all restarts by default, in which restarted gloo workers find the
+addresses of dead ones and connect to them until a timeout. A store of each restart avoids that."""
 TIMEOUT = 120.0
 """Seconds for anything that is waited for."""
 
@@ -114,7 +117,11 @@ def one_recovery(
     with (
         processes.marked() as mark,
         WatchedJob(
-            system, _command(setup, system, folder), folder, _environment(setup, folder), mark
+            system,
+            _command(setup, system, folder),
+            folder,
+            _environment(setup, system, folder),
+            mark,
         ) as job,
     ):
         job.wait_until(lambda: _all_reached(job.marks, 3 * setup.every), "third save", TIMEOUT)
@@ -164,12 +171,14 @@ def _command(setup: RecoverSetup, system: System, folder: Path) -> list[str]:
 def _script(setup: RecoverSetup, keep: str, folder: Path) -> list[str]:
     return [
         sys.executable, "-m", "everstep.bench.recover_job",
-        "--keep", keep, "--folder", str(folder / "saves"), "--every", str(setup.every),
+        "--saver", keep, "--folder", str(folder / "saves"), "--every", str(setup.every),
         "--width", str(setup.width), "--layers", str(setup.layers), "--batch", str(setup.batch),
     ]  # fmt: skip
 
 
-def _environment(setup: RecoverSetup, folder: Path) -> dict[str, str]:
+def _environment(setup: RecoverSetup, system: System, folder: Path) -> dict[str, str]:
+    if system == "torchrun":
+        return PEER_ENVIRONMENT
     settings = {
         "store": str(folder / "store"),
         "job": "bench",
@@ -220,6 +229,8 @@ _NOTES = (
     "floor: two fresh processes at once, from their start to torch imported and the model built",
     "torchrun's detect is the arrival of its first log line about the failure; where there is none "
     "it is part of stop",
+    "torchrun has a store of its own for each restart (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); with "
+    "its default, restarted workers may wait for the addresses of dead ones until a timeout",
     "steps repeated: the means over kills spread evenly over the time between two saves decide",
 )
 

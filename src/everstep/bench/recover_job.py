@@ -1,7 +1,7 @@
 """The training script of the recovery benchmark, the same under both launchers.
 
 Owns: the order import, join, build, restore, steps, and telling of each. Called by: ``everstep
-run``, ``torchrun`` and plain python, each with ``--keep`` naming what keeps the state.
+run``, ``torchrun`` and plain python, each with ``--saver`` naming what keeps the state.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def main() -> None:
     marks = MarkWriter(os.environ)
     marks.write("began", at=began_at(os.getpid()))
     parser = argparse.ArgumentParser(description="A job of `everstep bench recover`.")
-    parser.add_argument("--keep", choices=("everstep", "dcp", "none"), required=True)
+    parser.add_argument("--saver", choices=("everstep", "dcp", "none"), required=True)
     parser.add_argument("--folder", type=Path, required=True)
     for name in ("every", "width", "layers", "batch"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
     # Before the imports are called done: each system pays for what it loads.
-    keeper = None if args.keep == "none" else import_module(f"everstep.bench.recover_{args.keep}")
+    keeper = None if args.saver == "none" else import_module(f"everstep.bench.recover_{args.saver}")
     marks.write("imported")
     torch.set_num_threads(1)
     if keeper is not None:
