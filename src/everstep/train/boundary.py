@@ -18,6 +18,11 @@ from everstep.train.place import Place
 from everstep.train.session import Session
 from everstep.train.stop import TermFlag
 
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0
+"""Seconds between two tries to cut the last step."""
+
+_TELL_TERM_SECONDS = 0.5
+
 _POLL = 0.002
 """Seconds between two looks at the control page while a stop is being agreed on."""
 
@@ -42,7 +47,8 @@ class Boundary:
         self._place = place
         self._cutter = Cutter(session, connection, place)
         self._term = TermFlag()
-        self._told_term = False
+        self._term_since: float | None = None
+        self._tell_term_at = 0.0
         self._cut_seen = 0
         self._durable_step = -1
         self._step_began = time.monotonic_ns()
@@ -78,7 +84,8 @@ class Boundary:
         deadline = time.monotonic() + timeout
         if self._durable_step != step:
             self._session.check_gradients(step)
-            self._try_cut(step, persist=True, slot_timeout=timeout if wait else 0.5)
+            if not self._try_cut(step, persist=True, slot_timeout=timeout if wait else 0.5):
+                return False
         if not wait:
             return self._durable_step == step
         return self._await(step, deadline) is None
@@ -86,20 +93,22 @@ class Boundary:
     def finish(self, step: int, deadline_seconds: float) -> None:
         """Commit the last step. Raises :class:`NotDurable` after ``deadline_seconds``."""
         deadline = time.monotonic() + deadline_seconds
-        why: str | None = None
         if step == self._restored_step:
             self._await(step, time.monotonic())  # a finished job that is started again
+        pause = _FIRST_PAUSE
         while self._durable_step != step:
-            left = max(deadline - time.monotonic(), 0.1)
-            if why is None or not self._cutter.holds(step):
-                self._try_cut(step, persist=True, slot_timeout=min(left, 30.0))
-            why = self._await(step, deadline)
+            why = self._cut_and_await(step, deadline)
             if why is not None and time.monotonic() >= deadline:
                 raise NotDurable(
                     f"rank {self._place.rank}: the checkpoint of the last step {step} is not "
                     f"committed after {deadline_seconds:g} s: {why}.",
-                    hint="The keeper holds it and goes on trying; start the job again to wait.",
+                    hint="What the keeper holds it goes on trying to store; start the job again "
+                    "to wait for it.",
                 )
+            if why is not None:
+                # The cut failed or was dropped, and the state is as it was: it is taken anew.
+                time.sleep(max(min(pause, deadline - time.monotonic()), 0.0))
+                pause = min(2 * pause, _LAST_PAUSE)
         self._connection.finished(step)
 
     def report_finished_before(self, step: int, until: int) -> None:
@@ -173,10 +182,16 @@ class Boundary:
             return False
         return True
 
+    def _cut_and_await(self, step: int, deadline: float) -> str | None:
+        """None once ``step`` is durable, else why it is not."""
+        left = max(deadline - time.monotonic(), 0.1)
+        if not self._try_cut(step, persist=True, slot_timeout=min(left, 30.0)):
+            return "it could not be cut, an event says why"
+        return self._await(step, deadline)
+
     def _refuse_small_memory(self, step: int, small: MemoryTooSmall) -> None:
         if not self._cutter.ever_cut:
             # Nothing is lost yet: better to stop at once than to train without any protection.
-            self._connection.fatal(small)
             raise small
         self._connection.cut_failed(step, small)
 
@@ -191,15 +206,30 @@ class Boundary:
     # -- stops
 
     def _obey_stop(self, step: int) -> None:
-        if self._term.raised and not self._told_term:
-            self._told_term = True
-            self._connection.preempt(self._settings.grace)
         requested, stop_step, _ = self._connection.published_stop()
+        if self._term.raised and not requested:
+            self._pass_on_term(step)
         if requested and step >= stop_step:
             self._stop_here(step)
 
+    def _pass_on_term(self, step: int) -> None:
+        """Tell the keeper until the stop is published: it may be dead and come again."""
+        now = time.monotonic()
+        if self._term_since is None:
+            self._term_since = now
+        if now - self._term_since > self._settings.grace:
+            raise Preempted(
+                f"stopped at step {step} without a cut: the keeper did not answer in "
+                f"{self._settings.grace:g} s",
+                exits.PREEMPTED,
+            )
+        if now >= self._tell_term_at:
+            self._tell_term_at = now + _TELL_TERM_SECONDS
+            self._connection.preempt(self._settings.grace)
+
     def _stop_here(self, step: int) -> None:
-        deadline = time.monotonic() + self._settings.grace
+        began = time.monotonic() if self._term_since is None else self._term_since
+        deadline = began + self._settings.grace
         self._connection.arrived(step)
         while time.monotonic() < deadline:
             _, stop_step, final = self._connection.published_stop()

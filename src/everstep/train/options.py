@@ -27,7 +27,9 @@ class Options:
     all ranks (stored once; checked by digest, R8). ``inexact_data``: what to do where the data
     position can only be reached by fetching batches again: ``"replay"`` them (exact) or
     ``"skip"`` them at the sampler (fast; not exact where the dataset draws random numbers in
-    loader workers).
+    loader workers). ``deterministic_dataset``: your word that the loader's dataset and collate
+    function draw no random numbers in its workers: a resume then skips at the sampler, which is
+    exact, and persistent workers are kept.
     """
 
     store: str | None = None
@@ -37,6 +39,7 @@ class Options:
     keep_last: int | None = None
     replicated: tuple[str, ...] = ()
     inexact_data: Literal["replay", "skip"] = "replay"
+    deterministic_dataset: bool = False
 
     def __post_init__(self) -> None:
         if self.inexact_data not in ("replay", "skip"):

@@ -36,8 +36,13 @@ class Place:
         return tuple(by_rank[r] for r in range(self.world))
 
 
-def read_place(environment: Mapping[str, str], settings: Settings, *, pid: int, ppid: int) -> Place:
+def read_place(
+    environment: Mapping[str, str], settings: Settings, *, process: str, ppid: int, nth: int = 0
+) -> Place:
     """The place that ``environment`` describes: everstep's agent, torchrun, or plain python.
+
+    ``process`` names this process and ``ppid`` its parent; ``nth`` counts the runs that it has
+    attached before, each of which is a start of its own.
 
     Raises :class:`UsageError` where torchrun's nodes hold different numbers of workers, because
     only an everstep agent says which rank stands where then.
@@ -54,13 +59,13 @@ def read_place(environment: Mapping[str, str], settings: Settings, *, pid: int, 
         return Place(rank, world, local_rank, node, ranks, launch, agent_pid)
     return Place(
         rank, world, local_rank, node, _uniform(world, local_world),
-        _launch(environment, pid=pid, ppid=ppid),
+        _launch(environment, process=process, ppid=ppid) + (f":{nth}" if nth else ""),
     )  # fmt: skip
 
 
-def _launch(environment: Mapping[str, str], *, pid: int, ppid: int) -> str:
+def _launch(environment: Mapping[str, str], *, process: str, ppid: int) -> str:
     if "WORLD_SIZE" not in environment:
-        return f"python-{pid}"
+        return f"python-{process}"
     parts = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     named = [environment.get(part, "") for part in parts]
     # torchrun's workers of one node share their parent; nodes are told apart by their keepers.

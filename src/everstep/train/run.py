@@ -11,11 +11,14 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from everstep.core import exits
 from everstep.core.settings import Settings
 from everstep.errors import EverstepError, NotDurable, UsageError
+from everstep.keeper.identity import started_at
 from everstep.train.boundary import Boundary, Preempted
 from everstep.train.connect import Connection, connect
 from everstep.train.data import DataFeed
@@ -37,16 +40,25 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
     :meth:`Run.steps` draws batches from. The process group is found where there is one; the
     script may run under ``everstep run``, ``torchrun`` or plain ``python``.
 
-    Raises :class:`~everstep.errors.UsageError` for objects that cannot be saved, naming each.
+    Raises :class:`~everstep.errors.UsageError` for objects that cannot be saved, naming each, and
+    where this process has attached to the job before and may not do so again;
+    :class:`~everstep.errors.JobOwned` where the job runs elsewhere.
     """
     options = options or Options()
     settings = effective(options, os.environ, sys.argv)
-    place = read_place(os.environ, settings, pid=os.getpid(), ppid=os.getppid())
+    place = read_place(
+        os.environ, settings, process=_process(), ppid=os.getppid(), nth=_admit(settings)
+    )
     loader = objects.pop(LOADER, None)
     voice = Voice(settings, place)
-    feed = _feed(loader, options, voice)
-    session = Session(objects, place, options, feed)
-    connection = connect(settings, place, voice)
+    with ExitStack() as undo:
+        undo.callback(voice.close)
+        with _told_to_the_agent(settings, place, voice):
+            feed = _feed(loader, options, voice)
+            session = Session(objects, place, options, feed)
+        undo.callback(session.close)
+        connection = connect(settings, place, voice)
+        undo.pop_all()
     return Run(session, connection, settings, place, feed, voice)
 
 
@@ -54,7 +66,7 @@ class Run:
     """One attempt of a training job, seen from one rank.
 
     ``step`` counts finished optimizer steps over all attempts. ``at_boundary`` is true while the
-    body handles the last micro-batch of a step.
+    body handles the last micro-batch of a step. As a context manager it closes itself.
     """
 
     def __init__(
@@ -76,9 +88,13 @@ class Run:
         self._finished = False
         self._restored = False
         self._batches: Iterator[Any] | None = None
+        self._standing: _Standing = "boundary"
+        self._asked_for: _Asked | None = None
         self._boundary = Boundary(session, connection, settings, place)
         self._restorer = Restorer(session, connection, settings, place)
         self._open = True
+        _here.count += 1
+        _here.open.add(_key(settings))
         atexit.register(self.close)
 
     def restore(self) -> int:
@@ -88,6 +104,7 @@ class Run:
         :class:`~everstep.errors.RestoreError` where a recovery point is expected and none can be
         loaded; the job is then stopped, never started from scratch (R5).
         """
+        self._check_open()
         if not self._restored:
             with self._fatal_errors():
                 self.step = self._restorer.restore()
@@ -112,31 +129,42 @@ class Run:
         while self.step < until:
             for micro in range(accumulate):
                 self.at_boundary = micro == accumulate - 1
-                yield self._next()
-            self.step_end()
+                yield from self._body()
+            self._end_step()
         self._finish()
 
     def step_end(self) -> None:
-        """Declare a step boundary: for a loop of your own, right after ``optimizer.step()``."""
-        if not self._restored:
-            raise UsageError("step_end() came before restore().", hint="Call run.restore() first.")
-        self.step += 1
-        self.at_boundary = False
-        try:
-            self._boundary.pass_step(self.step)
-        except Preempted as stop:
-            self._leave(stop.exit_code, str(stop))
+        """Declare a step boundary: for a loop of your own, right after ``optimizer.step()``.
+
+        A loop over :meth:`steps` ends its steps itself; only where it was left with ``break`` after
+        a whole step does this declare that step's end.
+        """
+        self._check_restored("step_end()")
+        if self._standing == "body":
+            raise UsageError("step_end() came inside run.steps(), which ends the step by itself.")
+        self._end_step()
 
     def checkpoint(self, *, wait: bool = False, timeout: float = 600.0) -> bool:
-        """Cut the current step now and make it durable in the background.
+        """Cut this step now and make it durable in the background.
 
-        Call it on every rank at the same step, between two steps. ``wait`` waits up to
-        ``timeout`` s for the commit; the answer is whether it is committed (always False without
-        ``wait``). A failing save never raises (R3): the event names the cause.
+        Call it on every rank at the same step. In a loop over :meth:`steps` the cut is taken at
+        the end of the body, because only there a step is whole; in a loop of your own it is taken
+        at once, so call it right after :meth:`step_end`. ``wait`` waits there up to ``timeout`` s
+        for the commit. The answer is whether the step is committed now (always False without
+        ``wait``, and inside the body). A failing save never raises (R3): the event names the cause.
         """
-        if not self._restored:
-            raise UsageError("checkpoint() came before restore().", hint="Call it inside the loop.")
-        return self._boundary.checkpoint(self.step, wait=wait, timeout=timeout)
+        self._check_restored("checkpoint()")
+        if self._standing == "left":
+            raise UsageError(
+                f"checkpoint() came after the loop was left within step {self.step + 1}, and "
+                "half a step is never saved.",
+                hint="Where that step is complete, call run.step_end() first.",
+            )
+        if self._standing == "body":
+            self._asked_for = _Asked(wait, timeout)
+            return False
+        with self._fatal_errors():
+            return self._boundary.checkpoint(self.step, wait=wait, timeout=timeout)
 
     def log(self, **values: Any) -> None:
         """Note figures of the step that is being computed (floats or 0-d tensors).
@@ -147,19 +175,50 @@ class Run:
         self._voice.log_values(self.step + 1, values)
 
     def close(self) -> None:
-        """Release the keeper, hooks and signal handlers. Called at exit; may be called twice."""
-        if self._open:
-            self._open = False
-            atexit.unregister(self.close)
-            self._boundary.close()
-            self._session.close()
-            self._connection.close(finished=self._finished)
+        """Release the keeper, the loader's iterator, hooks and signal handlers. Called at exit;
+        may be called twice. The keeper keeps the snapshots."""
+        if not self._open:
+            return
+        self._open = False
+        _here.open.discard(_key(self._settings))
+        atexit.unregister(self.close)
+        with ExitStack() as each:  # the last one first, and all of them
+            each.callback(self._connection.close, finished=self._finished)
+            if self._feed is not None:
+                each.callback(self._feed.close)
+            each.callback(self._session.close)
+            each.callback(self._boundary.close)
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _body(self) -> Iterator[Any]:
+        """One turn of the user's body."""
+        with self._fatal_errors():
+            batch = self._next()
+        self._standing = "body"
+        try:
+            yield batch
+        except GeneratorExit:
+            self._standing = "left"
+            raise
+
+    def _end_step(self) -> None:
+        self._check_open()
+        self.step += 1
+        self.at_boundary = False
+        self._standing = "boundary"
+        asked, self._asked_for = self._asked_for, None
+        try:
+            with self._fatal_errors():
+                self._boundary.pass_step(self.step)
+                if asked is not None:
+                    self._boundary.checkpoint(self.step, wait=asked.wait, timeout=asked.timeout)
+        except Preempted as stop:
+            self._leave(stop.exit_code, str(stop))
 
     def _next(self) -> Any:
         if self._feed is None:
@@ -180,8 +239,59 @@ class Run:
         self.close()
         raise SystemExit(exit_code)
 
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError("this run is closed.", hint="Attach again in a new process.")
+
+    def _check_restored(self, call: str) -> None:
+        self._check_open()
+        if not self._restored:
+            raise UsageError(f"{call} came before restore().", hint="Call run.restore() first.")
+
     def _fatal_errors(self) -> _Fatal:
         return _Fatal(self._connection)
+
+
+_Standing = Literal["boundary", "body", "left"]
+"""Where the user's code is: between two steps, in a body of the loop, or out of it by ``break``."""
+
+
+class _Asked(NamedTuple):
+    """A checkpoint that was asked for in the body."""
+
+    wait: bool
+    timeout: float
+
+
+@dataclass
+class _Here:
+    """What this process has attached: how many runs ever, and the (store, job) of the open ones."""
+
+    count: int = 0
+    open: set[tuple[str, str]] = field(default_factory=set)
+
+
+_here = _Here()
+
+
+def _key(settings: Settings) -> tuple[str, str]:
+    return settings.store, settings.job
+
+
+def _admit(settings: Settings) -> int:
+    """How many runs this process has attached before. Raises :class:`UsageError` where the next
+    one would take the place of a run: the keeper knows one worker a rank."""
+    if _key(settings) in _here.open:
+        raise UsageError(
+            f"job {settings.job} is attached in this process already.",
+            hint="Close the first run before you attach again.",
+        )
+    if _here.count and settings.attempt:
+        raise UsageError(
+            "this process has attached before, and its attempt can be restored only once.",
+            hint="Under `everstep run` attach once in a process.",
+        )
+    return _here.count
 
 
 class _Fatal:
@@ -198,6 +308,24 @@ class _Fatal:
             self._connection.fatal(error)
 
 
+@contextmanager
+def _told_to_the_agent(settings: Settings, place: Place, voice: Voice) -> Iterator[None]:
+    """What the user has to change is no reason for the agent to try again."""
+    try:
+        yield
+    except UsageError as refused:
+        if settings.attempt:
+            connection = connect(settings, place, voice)
+            connection.fatal(refused)
+            connection.close(finished=False)
+        raise
+
+
+def _process() -> str:
+    """This process, also after its pid is used again."""
+    return f"{os.getpid()}-{started_at(os.getpid())}"
+
+
 def _feed(loader: Any, options: Options, voice: Voice) -> DataFeed | None:
     if loader is None:
         return None
@@ -205,6 +333,7 @@ def _feed(loader: Any, options: Options, voice: Voice) -> DataFeed | None:
         loader,
         name=LOADER,
         inexact=options.inexact_data,
+        deterministic_dataset=options.deterministic_dataset,
         on_progress=voice.report_replay,
         on_warning=voice.warn,
     )

@@ -7,7 +7,8 @@ does: cut, load bytes, talk to the keeper. Called by: cut, boundary, restore and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,20 +61,23 @@ class Session:
         self.attached = Attached(
             objects, replicated=options.replicated, rank=place.rank, world=place.world
         )
-        self.attached.check()
+        with _streams_untouched():
+            self.attached.check()
         self._feed = feed
         self._place = place
         self._fix_bucket_order()
         self._gradients = Gradients(self.attached)
 
     def resolve(self, step: int) -> LiveState:
-        """The state at the boundary of ``step``, still in the user's memory."""
-        extra = {
-            "step": step,
-            "rng": rng.capture(),
-            "data": None if self._feed is None else self._feed.position(),
-        }
-        return self.attached.resolve(step, extra)
+        """The state at the boundary of ``step``, still in the user's memory. Random numbers that
+        the objects' ``state_dict`` draws are put back: a cut changes nothing (R1)."""
+        with _streams_untouched() as streams:
+            extra = {
+                "step": step,
+                "rng": streams,
+                "data": None if self._feed is None else self._feed.position(),
+            }
+            return self.attached.resolve(step, extra)
 
     def check_gradients(self, step: int) -> None:
         """Raises :class:`PendingGradients` where the boundary would lose gradients (R1)."""
@@ -132,3 +136,22 @@ class Session:
                     "undisturbed one in the last bits.",
                     stacklevel=3,
                 )
+
+
+@contextmanager
+def _streams_untouched() -> Iterator[dict[str, Any]]:
+    """Gives the generators' states, and has them so again afterwards."""
+    before = rng.capture()
+    try:
+        yield before
+    finally:
+        if not _equal(before, rng.capture()):
+            rng.restore(before)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if hasattr(one, "tobytes"):  # an array has no single truth to its ==
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)
