@@ -95,7 +95,7 @@ def test_a_snippet_runs_to_its_last_step_and_commits_it(
         env=job_environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -128,7 +128,7 @@ def test_generated_pages_are_up_to_date() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -107,7 +107,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", folder, copy],
         check=True,
         capture_output=True,
-        timeout=90,
+        timeout=120,
     )
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)

@@ -27,6 +27,7 @@ def test_every_example_is_listed_and_short() -> None:
     assert not [name for name, count in lines.items() if count >= 120]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_that_is_stopped_and_started_again_goes_on_exactly(
     name: str,
@@ -54,7 +55,7 @@ def _run(name: str, steps: int, job: str, folder: Path, environment: dict[str, s
         env={**environment, "EVERSTEP_JOB": job},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
