@@ -156,8 +156,7 @@ class Agent:
             answer, fds = self.link.receive(timeout=DEADLINE)
             if isinstance(answer, kind):
                 return answer
-            if isinstance(answer, Refused):
-                raise AssertionError(f"refused: {answer}")
+            assert not isinstance(answer, Refused), answer
             self._take(answer, fds)
 
     def begin(self, attempt: int, ranks: tuple[tuple[int, ...], ...], **more: object) -> None:
@@ -238,14 +237,11 @@ class Worker:
     # -- restore
 
     def restore(self) -> Elected:
-        offered = self.ask()
-        while True:
-            answer = self.link.vote(True, timeout=DEADLINE)
-            if isinstance(answer, Elected):
-                self.step = answer.point.step if answer.point else 0
-                return answer
-            offered = answer
-        assert offered
+        self.ask()
+        answer = self.link.vote(True, timeout=DEADLINE)
+        assert isinstance(answer, Elected), "a vote for the candidate did not elect it"
+        self.step = answer.point.step if answer.point else 0
+        return answer
 
     def ask(self) -> Offered:
         return self.link.ask_offer(timeout=DEADLINE)

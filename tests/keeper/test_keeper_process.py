@@ -427,9 +427,10 @@ def test_expected_recovery_point_that_is_not_there_stops_the_job(place: Place) -
     keeper = Keeper(place)
     agent = Agent(place)
     agent.begin(1, ((0,),), resume="require")
-    with closing(keeper, agent):
-        with pytest.raises(NoRecoveryPoint, match="nothing is in memory or in the store"):
-            Worker(place, attempt=1).ask()
+    worker = Worker(place, attempt=1)
+    nothing = "nothing is in memory or in the store"
+    with closing(keeper, agent, worker), pytest.raises(NoRecoveryPoint, match=nothing):
+        worker.ask()
 
 
 def test_candidate_that_one_rank_cannot_load_is_skipped_by_all(place: Place) -> None:

@@ -1,0 +1,421 @@
+"""The coordinator against a model of ranks, slots, readers and a store, in any order of events.
+
+The model knows what is really in each slot and who really reads it. Whatever the order in which
+messages arrive and ranks die, the coordinator must never hand out a slot that is read or that
+holds the newest complete snapshot (R7), never elect two things in one attempt (R6), never wait for
+training (R2, R3: each step is always possible here).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from everstep.cadence.policy import Policy
+from everstep.core.ids import Point
+from everstep.keeper import commands, facts
+from everstep.keeper.commands import Command
+from everstep.keeper.coordinate import Coordinator
+from everstep.keeper.facts import AnyFact, Boundary, Held
+from everstep.keeper.wire import SlotName
+
+RANKS = st.integers(0, 2)
+
+
+@dataclass
+class Rank:
+    """What one worker knows and does. ``writing`` is the slot it is in the middle of."""
+
+    step: int = 0
+    restored: bool = False
+    writing: tuple[int, int] | None = None
+    waiting: str = ""
+    outbox: deque[AnyFact] = field(default_factory=deque)
+    voted: bool | None = None
+
+
+class Jobs(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.coordinator = Coordinator()
+        self.now = 0.0
+        self.world = 0
+        self.attempt = 0
+        self.ranks: list[Rank] = []
+        self.slots: dict[tuple[int, int], Point | None] = {}
+        self.readers: dict[tuple[int, int], int] = {}
+        self.work: list[Command] = []
+        self.cut: tuple[int, int, dict[int, int]] | None = None
+        self.store: list[Point] = []
+        self.indexes: set[tuple[Point, int]] = set()
+        self.branches: dict[int, Point | None] = {}
+        self.offer: tuple[str, Point | None] | None = None
+        self.elected: dict[int, set[tuple[str, Point | None]]] = {}
+        self.lost_forever: set[Point] = set()
+
+    # -- the world begins
+
+    @initialize(world=st.integers(1, 3), every=st.integers(1, 4), seconds=st.sampled_from([0, 5]))
+    def begin(self, world: int, every: int, seconds: int) -> None:
+        self.world = world
+        self.policy = Policy(every, float(seconds))
+        self.slots = {(r, i): None for r in range(world) for i in range(2)}
+        self._new_attempt()
+
+    def _new_attempt(self) -> None:
+        self.attempt += 1
+        self.cut, self.offer = None, None
+        self.ranks = [Rank() for _ in range(self.world)]
+        nodes = (tuple(range(self.world)),)
+        self._tell(facts.Begun(self.attempt, nodes, "auto", False, self.policy))
+        self._tell(facts.NodeJoined(0, tuple(h for r in range(self.world) for h in self._held(r))))
+        for r, rank in enumerate(self.ranks):
+            rank.waiting = "offer"
+            rank.outbox.extend(
+                [
+                    facts.SlotsSeen(0, r, self._held(r)),
+                    facts.Registered(r),
+                    facts.OfferAsked(r, self.world),
+                ]
+            )
+
+    # -- what ranks do
+
+    @rule(r=RANKS)
+    def finish_a_step(self, r: int) -> None:
+        """A step, as far as the process group lets it: nobody is two steps ahead."""
+        rank = self._rank(r)
+        if rank is None or not rank.restored or rank.waiting or rank.writing:
+            return
+        if rank.step > min(other.step for other in self.ranks):
+            return
+        rank.step += 1
+        if self.cut is not None and self.cut[1] == rank.step:
+            self._start_writing(r, self.cut[2][r])
+
+    @rule(r=RANKS)
+    def finish_writing(self, r: int) -> None:
+        rank = self._rank(r)
+        if rank is None or rank.writing is None:
+            return
+        self.slots[rank.writing] = Point(rank.step, self.attempt)
+        index, rank.writing = rank.writing[1], None
+        rank.outbox.append(facts.CutMade(r, rank.step, index, "l", 0.001, 1, {}, False))
+
+    @rule(r=RANKS)
+    def fail_to_write(self, r: int) -> None:
+        rank = self._rank(r)
+        if rank is None or rank.writing is None:
+            return
+        rank.writing = None
+        rank.outbox.append(facts.CutMissed(r, rank.step, "the copy failed"))
+
+    @rule(r=RANKS, timeout=st.sampled_from([0.0, 3.0, 1e6]))
+    def ask_for_a_slot(self, r: int, timeout: float) -> None:
+        rank = self._rank(r)
+        if rank is None or not rank.restored or rank.waiting or rank.writing:
+            return
+        rank.waiting = "slot"
+        rank.outbox.append(facts.SlotAsked(r, rank.step, timeout))
+
+    @rule(r=RANKS, ok=st.booleans())
+    def vote(self, r: int, ok: bool) -> None:
+        rank = self._rank(r)
+        if rank is None or rank.waiting != "vote":
+            return
+        rank.waiting, rank.voted = "answer", ok
+        rank.outbox.append(facts.Voted(r, ok, "" if ok else "the test says no"))
+
+    # -- shortcuts to where it gets interesting
+
+    @rule(
+        refusals=st.integers(0, 2),
+        silent=st.sampled_from([None, 0, 1, 2]),
+        leave=st.sampled_from([(), ("Persist",), ("Persist", "Digest")]),
+    )
+    def restore(self, refusals: int, silent: int | None, leave: tuple[str, ...]) -> None:
+        """All ranks vote but one ``silent``; the first candidates are refused by the last rank;
+        what is named in ``leave`` goes on in the background meanwhile."""
+        for _ in range(12):
+            self._deliver_all()
+            for command in [c for c in self.work if type(c).__name__ not in leave]:
+                self.work.remove(command)
+                self._finish(command, True)
+            asked = [rank.waiting == "vote" for rank in self.ranks]
+            for r in range(self.world):
+                if r != silent:
+                    self.vote(r, r < self.world - 1 or not refusals)
+            refusals -= bool(refusals and all(asked))
+
+    @rule(steps=st.integers(1, 8), drained=st.booleans())
+    def train_together(self, steps: int, drained: bool) -> None:
+        for _ in range(steps):
+            for r in range(self.world):
+                self.finish_writing(r)
+                self.finish_a_step(r)
+            self._look(drained=False)
+            if drained:
+                self.deliver_everything_and_look_at_the_page()
+
+    # -- the way of messages
+
+    @rule(r=RANKS)
+    def deliver(self, r: int) -> None:
+        rank = self._rank(r)
+        if rank is not None and rank.outbox:
+            self._tell(rank.outbox.popleft())
+
+    @rule()
+    def deliver_everything_and_look_at_the_page(self) -> None:
+        seen = self._seen()
+        self._deliver_all()
+        self._tell(facts.Boundaries(seen, drained=True))
+
+    @rule()
+    def look_at_the_page(self) -> None:
+        self._look(drained=False)
+
+    def _look(self, *, drained: bool) -> None:
+        self._tell(facts.Boundaries(self._seen(), drained))
+
+    def _seen(self) -> tuple[Boundary, ...]:
+        return tuple(
+            Boundary(r, rank.step, 0.01) for r, rank in enumerate(self.ranks) if rank.restored
+        )
+
+    def _deliver_all(self) -> None:
+        while any(rank.outbox for rank in self.ranks):
+            for rank in list(self.ranks):
+                if rank.outbox:
+                    self._tell(rank.outbox.popleft())
+
+    @rule(seconds=st.sampled_from([0.05, 1.0, 40.0, 200.0]))
+    def time_goes_on(self, seconds: float) -> None:
+        self.now += seconds
+        self._tell(facts.Tick())
+
+    # -- threads and the store
+
+    @precondition(lambda self: self.work)
+    @rule(which=st.integers(0, 7), ok=st.booleans())
+    def finish_some_work(self, which: int, ok: bool) -> None:
+        self._finish(self.work.pop(which % len(self.work)), ok)
+
+    def _finish(self, command: Command, ok: bool) -> None:
+        match command:
+            case commands.Digest():
+                self._read_over(command.rank, command.index)
+                self._tell(facts.Digested(0, command.rank, command.index))
+            case commands.Persist():
+                self._finish_persist(command, ok)
+            case commands.Commit():
+                self._finish_commit(command, ok)
+            case commands.CheckMemory():
+                for name in command.slots:
+                    self._read_over(name.rank, name.index)
+                bad = () if ok else (command.slots[0].rank,)
+                self._tell(facts.MemoryChecked(0, command.point, bad, "flipped"))
+            case commands.ReadStore():
+                self._finish_read(command)
+            case commands.WriteBranch():
+                self._finish_branch(command, ok)
+
+    def _finish_persist(self, command: commands.Persist, ok: bool) -> None:
+        assert self.slots[command.rank, command.index] == command.point, "read while written"
+        self._read_over(command.rank, command.index)
+        if ok:
+            self.indexes.add((command.point, command.rank))
+            done: AnyFact = facts.RankPersisted(0, command.rank, command.index, command.point)
+        else:
+            done = facts.PersistFailed(
+                0, command.rank, command.index, command.point, "EVS-205", "full"
+            )
+        self._tell(done)
+
+    def _finish_commit(self, command: commands.Commit, ok: bool) -> None:
+        whole = all((command.point, r) in self.indexes for r in range(self.world))
+        assert whole, "a commit before all parts are stored"
+        if ok:
+            self.store.append(command.point)
+            self._tell(facts.Committed(command.point))
+        else:
+            self._tell(facts.CommitFailed(command.point, "EVS-200", "away"))
+
+    def _finish_read(self, command: commands.ReadStore) -> None:
+        lineage = [p for p in sorted(self.store, reverse=True) if p not in self.lost_forever]
+        self._tell(
+            facts.StoreRead(
+                command.attempt,
+                tuple(facts.Candidate(p, self.world) for p in lineage),
+                expected=bool(lineage),
+            )
+        )
+
+    def _finish_branch(self, command: commands.WriteBranch, ok: bool) -> None:
+        if ok:
+            self.branches[command.attempt] = command.point
+            self._tell(facts.BranchWritten(command.attempt))
+        else:
+            self._tell(facts.BranchWritten(command.attempt, "away", "EVS-200", retryable=True))
+
+    # -- death
+
+    @rule(order=st.permutations(range(3)), said=st.booleans())
+    def all_ranks_die(self, order: list[int], said: bool) -> None:
+        """The agent ends the others when one dies. What was said but not read yet is read first,
+        or the connections break before."""
+        for r in [r for r in order if r < self.world]:
+            rank = self.ranks[r]
+            if said:
+                while rank.outbox:
+                    self._tell(rank.outbox.popleft())
+            rank.outbox.clear()
+            rank.writing = None
+            self._tell(facts.RankGone(0, r, self._held(r), finished=False))
+        self._tell(facts.WorkersOver(0))
+        self._new_attempt()
+
+    # -- the model's side of commands
+
+    def _tell(self, fact: AnyFact) -> None:
+        for command in self.coordinator.handle(fact, self.now):
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case commands.PublishCut():
+                given = dict(command.slots)
+                assert set(given) == set(range(self.world))
+                self.cut = (command.sequence, command.step, given)
+            case commands.ClearCut():
+                self.cut = None
+            case commands.Forget():
+                assert not self.readers.get((command.rank, command.index)), "forgotten while read"
+                self.slots[command.rank, command.index] = None
+            case commands.Digest() | commands.Persist():
+                self._read(command.rank, command.index)
+                self.work.append(command)
+            case commands.CheckMemory():
+                for name in command.slots:
+                    self._read(name.rank, name.index)
+                self.work.append(command)
+            case commands.Commit() | commands.ReadStore() | commands.WriteBranch():
+                self.work.append(command)
+            case _:
+                self._answer(command)
+
+    def _answer(self, command: Command) -> None:
+        match command:
+            case commands.GrantSlot():
+                rank = self.ranks[command.rank]
+                if rank.waiting == "slot":
+                    rank.waiting = ""
+                    if command.index >= 0:
+                        self._start_writing(command.rank, command.index)
+            case commands.OfferTo():
+                self._offered(command)
+            case commands.ElectTo():
+                self._elected(command)
+            case _:
+                assert isinstance(
+                    command,
+                    commands.Tell | commands.RefuseTo | commands.AnswerDurable,
+                ), command
+
+    def _offered(self, command: commands.OfferTo) -> None:
+        rank = self.ranks[command.rank]
+        rank.waiting, rank.voted = "vote", None
+        self.offer = (command.source, command.point)
+        if command.source == "memory":
+            assert command.slots, "memory offered without slots"
+            assert command.point not in self.lost_forever, "offered off the lineage (S6)"
+            for name in command.slots:
+                assert self.slots[name.rank, name.index] == command.point
+
+    def _elected(self, command: commands.ElectTo) -> None:
+        choice = (command.source, command.point)
+        self.elected.setdefault(self.attempt, set()).add(choice)
+        assert len(self.elected[self.attempt]) == 1, "two elections in one attempt (R6)"
+        assert choice == self.offer
+        assert all(rank.voted for rank in self.ranks), "elected without everybody's vote (R6)"
+        rank = self.ranks[command.rank]
+        rank.waiting, rank.restored = "", True
+        rank.step = command.point.step if command.point else 0
+        if command.rank == self.world - 1:
+            known = {*self.store, *(p for p in self.slots.values() if p is not None)}
+            self.lost_forever |= {
+                p for p in known if p.step > rank.step and p.attempt < self.attempt
+            }
+
+    def _start_writing(self, r: int, index: int) -> None:
+        assert not self.readers.get((r, index)), "a slot that is read was handed out (R7)"
+        newest = self._newest_complete()
+        held = self.slots[r, index]
+        assert held is None or held != newest, "the newest complete snapshot was given (R7)"
+        self.slots[r, index] = None
+        self.ranks[r].writing = (r, index)
+
+    def _newest_complete(self) -> Point | None:
+        points = {p for p in self.slots.values() if p is not None}
+        whole = [
+            p
+            for p in points
+            if all(any(self.slots[r, i] == p for i in range(2)) for r in range(self.world))
+        ]
+        return max(whole, default=None)
+
+    def _read(self, r: int, index: int) -> None:
+        self.readers[r, index] = self.readers.get((r, index), 0) + 1
+
+    def _read_over(self, r: int, index: int) -> None:
+        self.readers[r, index] -= 1
+
+    def _held(self, r: int) -> tuple[Held, ...]:
+        return tuple(
+            Held(
+                r, i, self.slots[r, i], "l" if self.slots[r, i] else "", self.world,
+                busy=bool(self.readers.get((r, i))),
+            )
+            for i in range(2)
+        )  # fmt: skip
+
+    def _rank(self, r: int) -> Rank | None:
+        return self.ranks[r] if r < self.world else None
+
+    @invariant()
+    def waits_are_bounded(self) -> None:
+        if self.world:
+            assert 0 < self.coordinator.wait() <= 5.0
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(max_examples=60, stateful_step_count=70, deadline=None)
+
+
+def test_slot_names_of_an_offer_are_the_nodes_own() -> None:
+    """R6: each node is offered its own slots of the point, and nothing else."""
+    coordinator = Coordinator()
+    coordinator.handle(facts.Begun(2, ((0,), (1,)), "auto", False, Policy()), 0.0)
+    for node in range(2):
+        held = (Held(node, 0, Point(5, 1), "l", 2), Held(node, 1, None, "", 0))
+        coordinator.handle(facts.NodeJoined(node, held), 0.0)
+    coordinator.handle(facts.StoreRead(2), 0.0)
+    checks: list[Command] = []
+    for rank in range(2):
+        coordinator.handle(facts.Registered(rank), 0.0)
+        checks += coordinator.handle(facts.OfferAsked(rank, 2), 0.0)
+    assert [c.node for c in checks if isinstance(c, commands.CheckMemory)] == [0, 1]
+    coordinator.handle(facts.MemoryChecked(0, Point(5, 1), ()), 0.0)
+    out = coordinator.handle(facts.MemoryChecked(1, Point(5, 1), ()), 0.0)
+    offers = {c.rank: c.slots for c in out if isinstance(c, commands.OfferTo)}
+    assert offers == {0: (SlotName(0, 0),), 1: (SlotName(1, 0),)}
