@@ -17,6 +17,9 @@ group are at most one step apart; one more covers the way of the publication."""
 MAX_LOOKAHEAD = 1000
 """Steps. A bound for steps so short that the way of a publication spans very many of them."""
 
+NEVER = 2**53
+"""Steps. The interval where nothing may block: only cuts that are asked for are taken."""
+
 
 class Policy(msgspec.Struct, frozen=True):
     """``snapshot_every`` steps (0: from ``stall_budget``), ``checkpoint_every`` seconds.
@@ -44,15 +47,18 @@ def interval(policy: Policy, pace: Pace) -> int:
         return policy.snapshot_every
     if pace.step_seconds <= 0 or pace.cut_seconds <= 0:
         return 1
-    if policy.stall_budget <= 0:
-        return 2**53  # nothing may block: no snapshot but those that are asked for
-    return max(1, math.ceil(pace.cut_seconds / (policy.stall_budget * pace.step_seconds)))
+    allowed = policy.stall_budget * pace.step_seconds
+    if allowed <= pace.cut_seconds / NEVER:
+        return NEVER
+    return max(1, math.ceil(pace.cut_seconds / allowed))
 
 
 def lookahead(pace: Pace) -> int:
     """Steps from the newest boundary to a cut that every rank still learns of in time."""
     if pace.step_seconds <= 0:
         return LOOKAHEAD
+    if pace.lag >= MAX_LOOKAHEAD * pace.step_seconds:
+        return MAX_LOOKAHEAD
     return min(MAX_LOOKAHEAD, LOOKAHEAD + math.floor(pace.lag / pace.step_seconds))
 
 
