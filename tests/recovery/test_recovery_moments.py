@@ -1,0 +1,114 @@
+"""R4 under kills at random moments: named points, ranks and passes that a seed picks.
+
+The message of a failure holds the case, the seed and the value of ``EVERSTEP_FAULTS``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import recovery_moments as at
+from recovery_moments import moments
+from recovery_proofs import assert_nothing_lost, assert_same
+from recovery_runs import SMALL, Begin, Case, Reference
+
+import everstep
+
+pytestmark = pytest.mark.timeout(1800)
+
+GPT, OTHERS = "gpt_ddp.py", sorted(SMALL.keys() - {"gpt_ddp.py"})
+IN_TEST, SEEDS = (1, 2), range(1, 21)
+
+ELSEWHERE = {
+    "store.load.before_read",  # a rank reads the store: only after memory was lost as well
+    "store.local.before_rename",  # the owner's record, which no recovery depends on
+    "store.sweep.before_tombstone",  # nothing is old enough to be deleted within a test's run
+    "store.sweep.before_manifest",
+    "store.sweep.before_index",
+    "store.sweep.before_pack",
+}
+"""Points that the store's own tests kill at, and the tests of lost memory."""
+
+
+def disturb(begin: Begin, reference: Reference, case: Case, seed: int, count: int) -> None:
+    """Run ``case`` with ``count`` deaths of ``seed`` and compare it with the undisturbed run."""
+    faults = moments(seed, case.world, count=count, loader=case.loader, nodes=case.nodes)
+    undisturbed = reference(case)
+    trial = begin(case, faults, name=f"seed {seed}")
+    trial.run()
+    # A death after several passes may come too late where the disk is slow.
+    assert len(trial.missed()) <= 1, trial.told("hardly anything was disturbed")
+    assert_nothing_lost(trial, memory_lost=trial.restarts > 0)
+    assert_same(trial, undisturbed)
+
+
+@pytest.mark.parametrize("seed", IN_TEST)
+def test_a_gpt_goes_on_exactly(begin: Begin, reference: Reference, seed: int) -> None:
+    disturb(begin, reference, Case(GPT, world=2), seed, count=3)
+
+
+@pytest.mark.parametrize("example", OTHERS)
+def test_every_example_goes_on_exactly(begin: Begin, reference: Reference, example: str) -> None:
+    disturb(begin, reference, Case(example, world=2), seed=1 + OTHERS.index(example), count=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_gpt_goes_on_exactly_after_many_kills(
+    begin: Begin, reference: Reference, seed: int
+) -> None:
+    disturb(begin, reference, Case(GPT, world=2), seed, count=6)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(21, 25))
+@pytest.mark.parametrize("world", [1, 4])
+def test_worlds_of_one_and_of_four_go_on_exactly(
+    begin: Begin, reference: Reference, world: int, seed: int
+) -> None:
+    """With four ranks the order of DDP's gradient sums has to be the same in every attempt."""
+    disturb(begin, reference, Case(GPT, world=world), seed, count=5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("example", OTHERS)
+def test_every_example_in_every_world(
+    begin: Begin, reference: Reference, example: str, world: int
+) -> None:
+    seed = 100 + 10 * OTHERS.index(example) + world
+    disturb(begin, reference, Case(example, world=world), seed, count=5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [31, 32, 33])
+def test_two_nodes_go_on_exactly(begin: Begin, reference: Reference, seed: int) -> None:
+    disturb(begin, reference, Case(GPT, world=2, nodes=2), seed, count=4)
+
+
+def test_the_seeds_reach_every_kind_of_moment() -> None:
+    """Each seed kills in a snapshot, in a persist or commit, and in a restore; together they reach
+    every point there is, but those that another test has to itself."""
+    reached: set[str] = set()
+    for seed in SEEDS:
+        points = {fault.point for fault in moments(seed, world=2, count=6)}
+        assert points & set(at.IN_SNAPSHOT)
+        assert points & {*at.IN_PERSIST, *at.IN_COMMIT}
+        assert points & {*at.IN_RESTORE, *at.IN_ELECTION, at.AT_LOADER}
+        assert len(points) == 6
+        reached |= points
+    assert reached == points_of_the_code() - ELSEWHERE
+
+
+def points_of_the_code() -> set[str]:
+    """Every name that is passed to ``reach``."""
+    source = Path(everstep.__file__).parent
+    texts = (path.read_text() for path in source.rglob("*.py"))
+    return {name for text in texts for name in re.findall(r'\breach\("([a-z_.]+)"\)', text)}
+
+
+def test_a_seed_gives_the_same_deaths_again() -> None:
+    assert moments(7, world=4, count=6) == moments(7, world=4, count=6)
+    assert moments(7, world=4, count=6) != moments(8, world=4, count=6)
