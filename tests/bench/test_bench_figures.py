@@ -155,7 +155,9 @@ def _round(blocked: float, durable: float, during: list[float]) -> Round:
 
 
 def _samples(everstep: Round, peer: Round) -> save.Samples:
-    rounds = {name: [everstep if name == "everstep" else peer] for name in save.METHODS[1:]}
+    rounds = {
+        name: [everstep if name == "everstep" else peer] for name in save.SaveSetup().methods[1:]
+    }
     return save.Samples([Limits(0.1, 0.5, 0.4)], rounds, dict.fromkeys(rounds, 10**6), 10**8)
 
 

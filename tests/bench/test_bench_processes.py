@@ -85,6 +85,12 @@ def test_marks_travel_whole_and_in_order_through_the_pipe(tmp_path: Path) -> Non
     reader.close()
 
 
+def test_a_job_whose_benchmark_is_gone_fails_and_does_not_wait(tmp_path: Path) -> None:
+    MarkReader(tmp_path / "marks").close()
+    with pytest.raises(OSError, match="No such device"):
+        MarkWriter({marks.VARIABLE: str(tmp_path / "marks")})
+
+
 TELLER = (
     "from everstep.bench.marks import MarkWriter\n"
     "import os, time\n"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from everstep.bench import memory, processes, recover
+from everstep.bench import memory, processes, recover, save
 from everstep.bench.child import Child
 from everstep.bench.limits import Limits
 from everstep.bench.main import main
 from everstep.bench.phases import PHASES
 from everstep.bench.result import Result
-from everstep.bench.rounds import Job
+from everstep.bench.rounds import Job, Method
 from everstep.bench.workload import Workload, shape_of
 from everstep.errors import BenchError
 
@@ -46,16 +52,30 @@ def test_recover_runs_both_systems_and_the_floor(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(300)
 def test_save_measures_every_method_beside_the_limits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--rounds", "1", "--state-mb", "2", "--batch", "4", "--threads", "1"]
     assert main(["save", "--json", "--folder", str(tmp_path), *sizes]) == 0
     result = msgspec.json.decode(capsys.readouterr().out, type=Result)
-    assert {name: len(rows) for name, rows in result.samples.items()} == {
-        "limits": 1, "everstep": 1, "dcp": 1, "dcp-thread": 1, "dcp-process": 1, "torch-save": 1,
-    }  # fmt: skip
-    for name in ("everstep", "dcp", "dcp-thread", "dcp-process", "torch-save"):
+    _check_save(result, save.SaveSetup().methods)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_measures_everstep_beside_peers_and_limits(tmp_path: Path) -> None:
+    peers: tuple[Method, ...] = ("dcp-thread", "torch-save")
+    setup = save.SaveSetup(1, 2_000_000, 0.3, 4, 1, tmp_path, peers)
+    said: list[str] = []
+    _check_save(save.measure(setup, said.append), setup.methods)
+    assert said[-1].startswith("round 1/1: everstep blocked")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _check_save(result: Result, methods: tuple[Method, ...]) -> None:
+    assert {name: len(rows) for name, rows in result.samples.items()} == dict.fromkeys(methods, 1)
+    for name in methods[1:]:
         (row,) = result.samples[name]
         blocked, durable = row["blocked"], row["durable"]
         assert blocked is not None
@@ -63,7 +83,6 @@ def test_save_measures_every_method_beside_the_limits(
         assert blocked > 0
         assert durable > 0
     assert len(result.goals) == 4
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.soak
@@ -120,6 +139,33 @@ def test_the_limits_copy_and_write_every_byte_and_leave_no_file(tmp_path: Path) 
     assert found.copy > 0
     assert found.buffered > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "everstep.bench", "memory", "--state-mb", "2", "--folder", folder],
+        env=processes.clean(os.environ),
+    )
+    deadline = time.monotonic() + 60
+    while not _in(tmp_path) and bench.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _in(tmp_path)
+    bench.terminate()
+    assert bench.wait(30) == 128 + signal.SIGTERM
+    assert _in(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def _in(folder: Path) -> list[int]:
+    """Processes that work below the folder."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/cwd").startswith(str(folder)):
+                found.append(pid)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ measured (or, with --strict, a goal missed), 2 bad arguments. Called by: cli, ``
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,12 +33,28 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{time.monotonic() - began:7.1f}s  {what}", file=sys.stderr, flush=True)
 
     try:
-        result = measure(args, say)
+        with _ended_by_sigterm():
+            result = measure(args, say)
     except EverstepError as error:
         print(f"everstep: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     print(_json(result) if args.json else text(result), end="", flush=True)
     return 1 if args.strict and not result.reached else 0
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that no process and no file is left."""
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _json(result: Result) -> str:

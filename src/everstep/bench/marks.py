@@ -36,7 +36,9 @@ class MarkWriter:
     """One process's end of the pipe."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._fd = os.open(environment[VARIABLE], os.O_WRONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK a job whose benchmark was killed would wait here for ever.
+        self._fd = os.open(environment[VARIABLE], os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(self._fd, True)
         self._rank = int(environment.get("RANK", "0"))
 
     def write(self, name: Name, *, step: int = -1, at: float | None = None) -> None:

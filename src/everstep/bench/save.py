@@ -26,10 +26,9 @@ from everstep.bench.rounds import Job, Limits, Method, Round
 from everstep.bench.scratch import scratch
 from everstep.errors import UsageError
 
-METHODS: tuple[Method, ...] = (
-    "limits", "everstep", "dcp", "dcp-thread", "dcp-process", "torch-save",
-)  # fmt: skip
-PEERS = METHODS[2:]
+PEERS: tuple[Method, ...] = ("dcp", "dcp-thread", "dcp-process", "torch-save")
+NEEDED = frozenset(("dcp-thread", "torch-save"))
+"""Peers that a goal names."""
 WARM_STEPS = 5
 
 BLOCKED_BY_COPY, HALF_OF_DCP, DURABLE_BY_WRITE = 1.5, 0.5, 1.6
@@ -52,12 +51,19 @@ class SaveSetup:
     batch: int = 64
     threads: int = 0
     folder: Path = Path()
+    peers: tuple[Method, ...] = PEERS
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        return ("limits", "everstep", *self.peers)
 
     def __post_init__(self) -> None:
         if min(self.rounds, self.state_bytes, self.batch) < 1 or self.threads < 0:
             raise UsageError("every number of `bench save` must be at least 1 (threads: 0).")
         if not 0 < self.trained <= 1:
             raise UsageError(f"--trained {self.trained:g} must lie in (0, 1].")
+        if missing := NEEDED - set(self.peers):
+            raise UsageError(f"the goals of `bench save` need the peers {sorted(missing)}.")
 
 
 @dataclass
@@ -96,10 +102,10 @@ def measure(setup: SaveSetup, say: Say) -> Result:
     :class:`UsageError` where disk or memory are too small."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch(setup.folder))
-        require_memory(COPIES_IN_MEMORY * setup.state_bytes + len(METHODS) * PROCESS_BYTES)
+        require_memory(COPIES_IN_MEMORY * setup.state_bytes + len(setup.methods) * PROCESS_BYTES)
         require_disk(folder, (setup.rounds + 6) * setup.state_bytes)
         machine = read_machine(setup.folder.resolve())
-        children = {name: _child(stack, setup, name, folder) for name in METHODS}
+        children = {name: _child(stack, setup, name, folder) for name in setup.methods}
         samples = _measure(setup, children, say)
     parameters: dict[str, float | int | str] = {
         "rounds": setup.rounds, "state MB": round(samples.state_bytes / 1e6),
@@ -133,17 +139,17 @@ def _child(stack: contextlib.ExitStack, setup: SaveSetup, name: Method, folder: 
 
 
 def _measure(setup: SaveSetup, children: dict[Method, Child], say: Say) -> Samples:
-    samples = Samples([], {name: [] for name in METHODS[1:]}, {})
+    samples = Samples([], {name: [] for name in setup.methods[1:]}, {})
     alone = _warm(children, samples, say)
     for number in range(setup.rounds):
-        for name in figures.rotated(METHODS, number):
+        for name in figures.rotated(setup.methods, number):
             _one(children[name], name, samples)
         last = samples.rounds["everstep"][-1]
         say(
             f"round {number + 1}/{setup.rounds}: everstep blocked {last.blocked:.3f} s, "
             f"durable in {last.durable:.2f} s"
         )
-    for name in METHODS[1:]:
+    for name in samples.rounds:
         with Peak(children[name].mark) as peak:
             children[name].ask("round")
         samples.peak[name] = max(peak.bytes - alone, 0)
@@ -203,13 +209,15 @@ def _rows(samples: Samples) -> list[Figure]:
         Figure("limit", "copy of the tensors", "s", spread(samples.copy())),
         Figure("limit", "raw write + fsync", "s", spread(samples.write())),
     ]
-    for name in METHODS[1:]:
+    for name in samples.rounds:
         blocked, cost = samples.blocked(name), samples.cost(name)
         rows.append(_beside(name, "blocked", blocked, "copy", samples.copy()))
         rows.append(Figure(name, "drag", "s", spread(samples.drag(name))))
         if name == "everstep":
             rows += [
-                _beside(name, "blocked + drag", cost, peer, samples.cost(peer)) for peer in PEERS
+                _beside(name, "blocked + drag", cost, peer, samples.cost(peer))
+                for peer in samples.rounds
+                if peer != name
             ]
         else:
             rows.append(Figure(name, "blocked + drag", "s", spread(cost)))
