@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## Train a GPT on 2 ranks, kill its parts, and prove that nothing was lost
 	@$(BIN)/everstep drill --reference --seed $(SEED) --faults worker,keeper,agent,corrupt \
-	  --nproc-per-node 2 examples/gpt_ddp.py --steps 300
+	  --nproc-per-node 2 examples/gpt_ddp.py --steps 200
 
 test: $(STAMP)  ## Run the tests, but for the long matrix. More arguments: PYTEST_ARGS='-k store'
 	@$(BIN)/python -m pytest -m 'not soak' $(PYTEST_ARGS)

@@ -158,6 +158,30 @@ def test_no_tracked_file_holds_a_registry_or_a_path_of_one_machine() -> None:
     assert not found
 
 
+_PICKLES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+
+
+def _could_unpickle(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(name.name.startswith(_PICKLES) for name in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").startswith(_PICKLES)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+        return "weights_only=True" not in ast.unparse(node)
+    return False
+
+
+def test_s8_no_room_can_unpickle() -> None:
+    """S8: nobody imports pickle, and torch's loader is only called for weights."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if _could_unpickle(node)
+    ]
+    assert not found
+
+
 def _named_by_tests() -> str:
     """Names and docstrings of all test functions."""
     words = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from everstep.core.events import Event, decode_line
+from everstep.errors import NoRecoveryPoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {
@@ -48,8 +50,41 @@ def test_an_example_that_is_stopped_and_started_again_goes_on_exactly(
     assert parted == whole
 
 
+@pytest.mark.timeout(300)
+def test_s4_one_manifest_covers_all_that_a_run_needs_to_go_on(
+    tmp_path: Path, job_environment: dict[str, str], end_keepers: Callable[[], list[int]]
+) -> None:
+    """S4: with nothing beside one checkpoint's own objects the run goes on; with everything but
+    its manifest it does not, and does not begin anew either (R5)."""
+    name = "embedding_sparse.py"
+    _run(name, STOP, "job", tmp_path, job_environment)
+    end_keepers()
+    job = tmp_path / "everstep-store" / "jobs" / "job"
+    shutil.rmtree(job / "refs")
+    for path in (*job.glob("steps/*"), *job.glob("packs/*")):
+        if not path.name.startswith(f"{STOP:012d}-"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _run(name, LAST, "job", tmp_path, job_environment)
+    restored = [e for e in _events(tmp_path) if e.kind == "train.restored"]
+    assert [(e.step, e.facts["source"]) for e in restored] == [(STOP, "store")]
+
+    end_keepers()
+    for manifest in job.glob("steps/*/manifest"):
+        manifest.unlink()
+    refused = _start(name, LAST, "job", tmp_path, job_environment)
+    assert refused.returncode != 0
+    assert NoRecoveryPoint.code in refused.stderr
+
+
 def _run(name: str, steps: int, job: str, folder: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(
+    done = _start(name, steps, job, folder, environment)
+    assert done.returncode == 0, done.stderr
+
+
+def _start(
+    name: str, steps: int, job: str, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, EXAMPLES / name, "--steps", str(steps), *SMALL[name]],
         cwd=folder,
         env={**environment, "EVERSTEP_JOB": job},
@@ -58,7 +93,6 @@ def _run(name: str, steps: int, job: str, folder: Path, environment: dict[str, s
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
 
 
 def _events(folder: Path) -> list[Event]:
