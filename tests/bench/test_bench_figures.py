@@ -150,6 +150,14 @@ def test_recover_compares_within_pairs_and_counts_equal_repeats_as_missed() -> N
     assert (fewer.value, fewer.most, fewer.reached) == (5.0, 5.0, False)
 
 
+def test_the_row_beside_the_floor_is_the_whole_time_and_its_ratio() -> None:
+    pairs = [_pair(_run(2.0, 4), _run(4.0, 4), 1.0), _pair(_run(6.0, 6), _run(5.0, 6), 2.0)]
+    whole, above = recover.against_floor("everstep", [p.everstep for p in pairs], pairs)
+    assert (whole.value.median, whole.beside_value) == (4.0, 1.5)
+    assert whole.ratio == Spread(2.5, 2.0, 3.0, 2)
+    assert above.value == Spread(2.5, 1.0, 4.0, 2)
+
+
 def _round(blocked: float, durable: float, during: list[float]) -> Round:
     return Round(blocked, durable, [0.1, 0.1], during, [0.1])
 

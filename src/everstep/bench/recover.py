@@ -251,10 +251,8 @@ def goals(pairs: list[Pair]) -> list[Goal]:
 
 def _rows(pairs: list[Pair]) -> list[Figure]:
     ours, theirs = [p.everstep for p in pairs], [p.torchrun for p in pairs]
-    rows = [_against_floor("everstep", ours, pairs), _against_floor("torchrun", theirs, pairs)]
-    rows.append(
-        _beside("first step", [r.total for r in ours], [r.total for r in theirs]),
-    )
+    rows = [*against_floor("everstep", ours, pairs), *against_floor("torchrun", theirs, pairs)]
+    rows.append(_beside("first step", [r.total for r in ours], [r.total for r in theirs]))
     rows += [row for phase in PHASES if (row := _phase(phase, ours, theirs)) is not None]
     rows.append(_beside("caught up", [r.caught_up for r in ours], [r.caught_up for r in theirs]))
     repeated = [float(r.repeated) for r in ours]
@@ -265,11 +263,16 @@ def _rows(pairs: list[Pair]) -> list[Figure]:
     return rows
 
 
-def _against_floor(of: str, runs: list[Recovery], pairs: list[Pair]) -> Figure:
-    above = figures.paired_differences([run.total for run in runs], [p.floor for p in pairs])
-    floor = spread([p.floor for p in pairs]).median
-    ratio = figures.paired_ratios([run.total for run in runs], [p.floor for p in pairs])
-    return Figure(of, "above the floor", "s", spread(above), "floor", floor, spread(ratio))
+def against_floor(of: str, runs: list[Recovery], pairs: list[Pair]) -> list[Figure]:
+    """The rows of one system beside the floor of its pairs."""
+    totals, floors = [run.total for run in runs], [pair.floor for pair in pairs]
+    floor = spread(floors).median
+    ratio = spread(figures.paired_ratios(totals, floors))
+    above = spread(figures.paired_differences(totals, floors))
+    return [
+        Figure(of, "first step", "s", spread(totals), "floor", floor, ratio),
+        Figure(of, "above the floor", "s", above),
+    ]
 
 
 def _beside(what: str, ours: list[float], theirs: list[float]) -> Figure:
