@@ -133,7 +133,8 @@ def test_adopting_twice_keeps_one_and_closes_the_rest() -> None:
     open_before = len(os.listdir("/proc/self/fd"))
     assert taker.adopt(names, [os.dup(fd) for fd in fds]) == list(names)
     assert taker.adopt(names, [os.dup(fd) for fd in fds]) == []
-    assert len(os.listdir("/proc/self/fd")) == open_before + 4  # a mapping keeps a descriptor of its own
+    # A mapping keeps a descriptor of its own.
+    assert len(os.listdir("/proc/self/fd")) == open_before + 4
     assert taker.adopt((SlotName(3, 0),), [os.open("/dev/null", os.O_RDONLY)]) == []
     assert [os.fstat(f).st_ino for f in taker.open(3, GEOMETRY)] == [
         os.fstat(f).st_ino for f in fds

@@ -270,6 +270,32 @@ def test_explicit_checkpoint_is_durable_when_it_says_so(place: Place) -> None:
         assert Point(1, 1) in job_of(place).candidates()
 
 
+def test_step_that_is_cut_twice_is_committed_once(place: Place) -> None:
+    place.policy = Policy(snapshot_every=1_000_000, checkpoint_every=1e9)
+    keeper = Keeper(place)
+    agent = Agent(place)
+    agent.begin(1, ((0,),))
+    worker = start(place, 1, world=1)[0]
+    with closing(keeper, agent, worker):
+        worker.finish_step()
+        for _ in range(2):
+            worker.checkpoint()
+            assert worker.link.await_durable(1, timeout=DEADLINE).durable
+        worker.finish_step()
+        worker.checkpoint()
+        assert worker.link.await_durable(2, timeout=DEADLINE).durable
+        assert [e.step for e in place.events("checkpoint.committed")] == [1, 2]
+
+
+def test_keeper_that_nobody_needs_ends_by_itself(place: Place) -> None:
+    settings = place.settings()
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "everstep.keeper", "--store", settings.store, "--job",
+         settings.job, "--idle-seconds", "0.2"],
+    )  # fmt: skip
+    assert keeper.wait(DEADLINE) == 0
+
+
 def test_await_durable_of_a_step_that_nobody_cut_ends_in_time(place: Place) -> None:
     keeper = Keeper(place)
     agent = Agent(place)

@@ -84,7 +84,12 @@ class Durable:
     # -- facts
 
     def completed(self, snapshot: Complete, asked: bool) -> None:
-        """A snapshot is complete on all ranks."""
+        """A snapshot is complete on all ranks; for the second time where it was cut twice."""
+        if snapshot.point in self.commits:
+            self._answer(snapshot.point.step, durable=True)
+            return
+        if self.current is not None and self.current.point == snapshot.point:
+            return
         due = checkpoint_due(self.at.policy, now=self.at.now, last_persist_began=self.last_began)
         step = snapshot.point.step
         if asked or due or any(wait.step == step for wait in self.waits.values()):
@@ -92,10 +97,9 @@ class Durable:
 
     def durable_asked(self, fact: DurableAsked) -> None:
         self.waits[fact.rank] = _Wait(fact.step, self.at.now + fact.timeout)
-        for point in self.commits:
-            if point.step == fact.step and self._ours(point):
-                self._answer(fact.step, durable=True)
-                return
+        if any(point.step == fact.step and self._ours(point) for point in self.commits):
+            self._answer(fact.step, durable=True)
+            return
         point = self.at.point(fact.step)
         in_hand = self.current is not None and self.current.point == point
         if not in_hand and self.at.table.complete(point) is not None:
