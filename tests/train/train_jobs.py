@@ -78,6 +78,9 @@ class Jobs:
     name: str = "job"
     started: list[Started] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.journal = Path(self.environment.get("EVERSTEP_EVENTS", self.folder / "no-journal"))
+
     def start(
         self, work: Callable[..., object], /, *, env: Mapping[str, str] = {}, **arguments: object
     ) -> Started:
@@ -106,7 +109,7 @@ class Jobs:
         return started.said()
 
     def events(self, kind: str) -> list[Event]:
-        path = self.folder / "events.jsonl"
+        path = self.journal
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = [decode_line(line) for line in lines]
         return [event for event in found if event.kind == kind and event.job == self.name]

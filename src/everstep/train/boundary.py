@@ -24,7 +24,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0
 _TELL_TERM_SECONDS = 0.5
 
 _POLL = 0.002
-"""Seconds between two looks at the control page while a stop is being agreed on."""
+"""Seconds between two looks at what cannot be waited on: a stop that is being agreed on, a keeper
+that is not there yet."""
 
 
 class Preempted(Exception):
@@ -162,10 +163,13 @@ class Boundary:
         sequence: int = 0,
         slot_timeout: float = 0.0,
     ) -> bool:
+        deadline = time.monotonic() + slot_timeout
         try:
+            if index is None:
+                self._await_keeper(deadline)
             self._cutter.make_ready(step)
             if index is None:
-                index = self._connection.ask_slot(step, slot_timeout)
+                index = self._connection.ask_slot(step, max(deadline - time.monotonic(), 0.0))
             if index is None:
                 self._connection.say(
                     "cut.no_slot", f"no slot came free for step {step}", step=step, level="warning"
@@ -181,6 +185,11 @@ class Boundary:
             self._connection.cut_failed(step, failed)
             return False
         return True
+
+    def _await_keeper(self, deadline: float) -> None:
+        """Where the keeper is away, take the steps of the way back until it is here."""
+        while not self._connection.keep_alive() and time.monotonic() < deadline:
+            time.sleep(_POLL)
 
     def _cut_and_await(self, step: int, deadline: float) -> str | None:
         """None once ``step`` is durable, else why it is not."""
