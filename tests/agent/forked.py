@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -96,6 +97,7 @@ def fork(folder: Path, number: int, line: list[str], environment: Mapping[str, s
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = str(folder)
         for fd, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), fd)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")

@@ -69,9 +69,12 @@ def test_sigterm_preempts_after_a_cut_and_the_job_goes_on_at_the_very_next_step(
     again = start(*FORKED, script=script)
     again.until(lambda: again.printed())
     assert steps(again.printed(), 2)[0] == last + 1
+    again.until(lambda: any(e.attempt == 2 for e in again.events("snapshot.complete")))
     # A keeper that is lost now is replaced, and can stop the job as the old one could.
     os.kill(int(str(again.events("keeper.started")[-1].facts["pid"])), signal.SIGKILL)
     again.until(lambda: len(again.events("keeper.started")) >= 3)
+    new = again.events("keeper.started")[-1].mono
+    again.until(lambda: any(e.mono > new for e in again.events("snapshot.complete")))
     again.kill(signal.SIGTERM)
     assert again.wait() == exits.PREEMPTED, again.said()
     reached = steps(again.printed(), 2)[-1] + 1

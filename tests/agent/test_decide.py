@@ -102,6 +102,16 @@ def test_a_job_that_finished_while_sigterm_came_is_finished() -> None:
     assert run([end]) == (1, exits.FINISHED)
 
 
+def test_workers_killed_when_the_grace_was_over_are_preempted_and_not_finished() -> None:
+    end = AttemptEnd((WorkerEnd(0, -9, by_everstep=True),), attached=True, stopped_by=15)
+    assert run([end]) == (1, exits.PREEMPTED)
+
+
+def test_workers_that_everstep_killed_are_never_success() -> None:
+    decision = decide(AttemptEnd((DONE, STOPPED)), History(), None)
+    assert decision.action == "restart"
+
+
 def test_nodes_that_come_and_go_are_not_counted_as_failures() -> None:
     changed = AttemptEnd((STOPPED,), members_changed=True)
     assert run([changed] * 20, max_restarts=0) == (20, None)

@@ -108,6 +108,21 @@ def test_sigterm_on_one_node_stops_both(start: Start) -> None:
     assert [agent.wait() for agent in agents] == [exits.PREEMPTED] * 2
 
 
+def test_without_the_leaders_agent_the_others_stop_with_a_clear_error(start: Start) -> None:
+    script = SCRIPT.replace("DEATHS", "0")
+    flags = rendezvous("c10d")[0]
+    leader = start(*flags, script=script)
+    leader.until(lambda: _hosts_store(leader, flags))
+    follower = start(*flags, script=script)
+    wait_for(lambda: len(begun([leader, follower])) == 4, leader.said)
+    workers = [int(line[-1]) for line in begun([leader, follower])]
+    leader.kill(signal.SIGKILL)
+    assert follower.wait() == exits.FAILED
+    assert "Start the job again on all nodes" in follower.said()
+    assert "Traceback" not in follower.said()
+    wait_for(lambda: not any(alive(pid) for pid in workers))
+
+
 def test_a_node_that_never_comes_is_a_clear_error(start: Start) -> None:
     flags = rendezvous("c10d")[0]
     flags[-1] += ",join_timeout=1"

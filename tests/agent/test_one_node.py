@@ -288,6 +288,17 @@ def test_logs_are_redirected_as_torchrun_does(start: Start, tmp_path: Path) -> N
     assert written.read_text() == "to file 0\n"
 
 
+def test_torchs_folder_for_logs_goes_with_a_run_that_ended_well(
+    start: Start, tmp_path: Path
+) -> None:
+    good = start(script="raise SystemExit(0)")
+    assert good.wait() == 0
+    assert not list(tmp_path.glob("torchelastic_*"))
+    bad = start("--max-restarts=0", script="raise SystemExit(1)")
+    assert bad.wait() == exits.FAILED
+    assert list(tmp_path.glob("torchelastic_*")), "its error files are named in the block"
+
+
 def test_run_path_runs_the_script_in_this_interpreter(start: Start) -> None:
     script = "import os; print('rank', os.environ['RANK'], __name__)"
     agent = start("--run-path", "--start-method", "fork", "--nproc-per-node=2", script=script)

@@ -124,7 +124,8 @@ def _stop_for_good(end: AttemptEnd, history: History) -> Decision | None:
         return stop(exits.FINISHED, "the job finished", warning)
     if end.stopped_by is not None:
         return stop(*_stopped_by(end, end.stopped_by))
-    if end.workers and not failures and not end.lost_nodes and not end.members_changed:
+    done = bool(end.workers) and all(worker.code == 0 for worker in end.workers)
+    if done and not end.lost_nodes and not end.members_changed:
         return stop(exits.FINISHED, "all workers ended with exit code 0")
     return None
 
@@ -133,7 +134,7 @@ def _stopped_by(end: AttemptEnd, number: int) -> tuple[int, str]:
     name = signal.Signals(number).name
     if number != signal.SIGTERM:
         return 128 + number, f"stopped by {name}"
-    if end.attached and end.workers and not _failures(end):
+    if end.attached and end.workers and all(worker.code == 0 for worker in end.workers):
         return exits.FINISHED, "all workers ended with exit code 0"
     return exits.PREEMPTED, f"stopped by {name}"
 

@@ -38,7 +38,8 @@ DEFAULT_MASTER_PORT = 29500
 @dataclass(frozen=True)
 class Launch:
     """One call of ``everstep run``. ``max_restarts`` is None where no limit was given: then the
-    rule of progress decides. ``job_given`` says that the name was not made up here."""
+    rule of progress decides. ``job_given`` says that the name was not made up here,
+    ``temporary_logs`` is the folder that torch made for logs where none was given."""
 
     settings: Settings
     config: LaunchConfig
@@ -47,6 +48,7 @@ class Launch:
     name: str
     max_restarts: int | None
     job_given: bool
+    temporary_logs: str = ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,7 +100,12 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         name=args.training_script,
         max_restarts=max_restarts,
         job_given=bool(told.job),
+        temporary_logs="" if args.log_dir or args.logs_specs else _log_dir(config),
     )
+
+
+def _log_dir(config: LaunchConfig) -> str:
+    return config.logs_specs.root_log_dir if config.logs_specs is not None else ""
 
 
 def _parsed_by(parse: str) -> Callable[[str], object]:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import platform
 import secrets
+import shutil
 import signal
 import socket
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from everstep.agent import report, workers
+from everstep.agent import report, torch_events, workers
 from everstep.agent.decide import AttemptEnd, Decision, History, decide
 from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.keeper import NodeKeeper, claim_index, hold_index
@@ -96,6 +97,7 @@ class Agent:
     # -- one attempt
 
     def _attempt(self) -> Decision:
+        self._failures = []
         try:
             with self._signals.interruptible():
                 round_, plan = self._prepare()
@@ -103,16 +105,29 @@ class Agent:
             return self._interrupted()
         if plan.exit_code is not None:
             return Decision("stop", plan.exit_code, plan.reason, self._history)
-        group = self._start(round_, plan)
-        end = self._watch(round_, group)
-        group.close()
-        self._failures = group.failures
-        self._keeper.workers_ended(plan.attempt)
+        end = self._run_workers(round_, plan)
         if self._owner.lost:
             return Decision("stop", exits.OWNED, self._owner.lost, self._history)
         decision = self._agree(round_, end)
         self._say_ended(plan, decision)
         return decision
+
+    def _run_workers(self, round_: Round, plan: Plan) -> NodeEnd:
+        place, config = self._place(round_, plan), self._launch.config
+        group = self._start(round_, plan, place)
+        torch_events.workers_started(config.event_log_handler, place, config.role, group.pids)
+        try:
+            end = self._watch(round_, group)
+        finally:
+            # Nothing but an error of the agent itself leaves workers here: they go before it.
+            group.kill(signal.SIGKILL)
+        torch_events.workers_ended(
+            config.event_log_handler, place, config.role, group.pids, group.ended
+        )
+        group.close()
+        self._failures = group.failures
+        self._keeper.workers_ended(plan.attempt)
+        return end
 
     def _prepare(self) -> tuple[Round, Plan]:
         """Everything up to the start of the workers: meet, claim (S6), begin at the keeper."""
@@ -229,11 +244,11 @@ class Agent:
             environment=_environment(),
         )
 
-    def _start(self, round_: Round, plan: Plan) -> Workers:
+    def _start(self, round_: Round, plan: Plan, place: Place) -> Workers:
         points.reach("agent.workers.before_start")
         group = workers.start(
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
-            self._place(round_, plan), self._worker_settings(round_, plan),
+            place, self._worker_settings(round_, plan),
         )  # fmt: skip
         self._keeper.workers_started(group.pids)
         points.reach("agent.workers.after_start")
@@ -249,6 +264,7 @@ class Agent:
             learnt=self._learnt, signals=self._signals, record=self._record,
             grace=self._launch.settings.grace,
             shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
+            listen_every=self._launch.config.monitor_interval,
         ).run()  # fmt: skip
 
     # -- after it
@@ -340,6 +356,8 @@ class Agent:
             level="info" if quiet else "error", exit_code=decision.exit_code,
             reason=decision.reason,
         )  # fmt: skip
+        if self._launch.temporary_logs and not self._failures:
+            shutil.rmtree(self._launch.temporary_logs, ignore_errors=True)
         self._keeper.leave()
         self._owner.release()
         self._meeting.leave(for_good=decision.exit_code != exits.PREEMPTED)

@@ -11,6 +11,8 @@ import select
 import signal
 import time
 
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
 from everstep.agent.decide import WorkerEnd, describe, peaceful
 from everstep.agent.keeper import NodeKeeper
 from everstep.agent.owner import Owner
@@ -20,15 +22,13 @@ from everstep.agent.signals import Signals
 from everstep.agent.workers import Workers
 from everstep.core import exits
 from everstep.core.events import Event
-from everstep.errors import KeeperError
+from everstep.errors import AgentError, KeeperError
 from everstep.keeper.wire import Fatal, Report
 
 EVIDENCE_SECONDS = 0.3
 """After a worker failed by itself: what the others say of it in this time is kept."""
 PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
-LISTEN_SECONDS = 0.1
-"""Between two looks at what other nodes say."""
 
 
 class Learnt:
@@ -80,6 +80,7 @@ class Watch:
         grace: float,
         shutdown: float,
         owner: Owner,
+        listen_every: float,
     ) -> None:
         self._round = round_
         self._meeting = meeting
@@ -91,9 +92,11 @@ class Watch:
         self._grace = grace
         self._shutdown = shutdown
         self._owner = owner
+        self._listen_every = listen_every
         self._kill_at = math.inf
         self._why = ""
         self._told = False
+        self._unreachable = ""
         self._next_look = 0.0
         self._next_keeper = math.inf
         self._stopped_by: int | None = None
@@ -108,6 +111,12 @@ class Watch:
             "workers.ended", "all workers of this node have ended", level="debug",
             detail=self._why,
         )  # fmt: skip
+        if self._unreachable:
+            raise AgentError(
+                f"the rendezvous of the job cannot be reached any more: {self._unreachable}.",
+                hint="An agent died. Start the job again on all nodes; it goes on from the "
+                "newest state.",
+            )
         return self.end()
 
     def end(self) -> NodeEnd:
@@ -130,7 +139,7 @@ class Watch:
         now = time.monotonic()
         due = min(self._kill_at, self._next_look, self._next_keeper)
         if self._workers.must_be_polled:
-            due = min(due, now + LISTEN_SECONDS)
+            due = min(due, now + self._listen_every)
         waiting.poll(max(0.0, due - now) * 1000 if due < math.inf else None)
 
     def _look(self) -> None:
@@ -221,7 +230,16 @@ class Watch:
             return
         if now < self._next_look:
             return
-        self._next_look = now + LISTEN_SECONDS
+        self._next_look = now + self._listen_every
+        try:
+            self._hear_nodes(now)
+        except (RendezvousError, RuntimeError) as gone:
+            # torch's store is in the process of one of the agents, and that is dead.
+            self._unreachable = str(gone)
+            self._next_look = math.inf
+            self._kill_by(now, "the other nodes cannot be reached any more")
+
+    def _hear_nodes(self, now: float) -> None:
         if not self._told and self._round.failed():
             self._told = True
             self._kill_by(now, "a worker of another node failed")
@@ -233,7 +251,7 @@ class Watch:
     # -- what is done
 
     def _tell_nodes(self) -> None:
-        if not self._told:
+        if not self._told and self._round.nodes > 1:
             self._told = True
             self._round.say_failed()
 
