@@ -550,6 +550,20 @@ def test_standalone_worker_begins_claims_and_restarts_the_keeper(place: Place) -
             keeper.kill()
 
 
+def test_finished_job_without_an_agent_leaves_no_keeper(place: Place) -> None:
+    keeper = Keeper(place)
+    worker = Worker(place, launch="one")
+    worker.restore()
+    worker.open()
+    worker.finish_step()
+    worker.checkpoint()
+    assert worker.link.await_durable(worker.step, timeout=DEADLINE).durable
+    worker.close(finished=True)
+    assert keeper.wait() == 0
+    place.await_event("job.finished")
+    assert job_of(place).owner() is None
+
+
 def test_job_that_another_live_process_owns_is_refused(place: Place) -> None:
     keeper = Keeper(place)
     other = Place(place.folder)

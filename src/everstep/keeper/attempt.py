@@ -30,7 +30,8 @@ from everstep.keeper.wire import AnyMessage, AttemptBegun, BeginAttempt, Goodbye
 
 class Attempt:
     """``listen`` opens the TCP port and gives its number, ``watch`` takes a connection into the
-    loop. ``adopted`` counts slots taken over since the last begin."""
+    loop. ``adopted`` counts slots taken over since the last begin; ``finished`` says that a job
+    without an agent has reached its end here."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Attempt:
         self._begun: AttemptBegun | None = None
         self._token = ""
         self.adopted = 0
+        self.finished = False
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -124,7 +126,7 @@ class Attempt:
     def _start(self, message: BeginAttempt, attempt: int) -> None:
         if self._beginning is not message:
             return  # another launch has begun in the meantime
-        self._beginning = None
+        self._beginning, self.finished = None, False
         for older in self._node.part_workers():
             older.closed = True
         several = len(message.ranks_of_node) > 1
@@ -204,9 +206,13 @@ class Attempt:
             return False
         hello = connection.hello
         first = hello is not None and hello.rank == 0
-        if isinstance(message, Goodbye) and first and self._owner.agent:
-            self._owner.release()
-        return self._node.hear(connection, message)
+        alone = bool(self._owner.agent)
+        heard = self._node.hear(connection, message)
+        if isinstance(message, Goodbye) and alone:
+            self.finished = message.finished and not self._node.attached
+            if first:
+                self._owner.release()
+        return heard
 
     def left(self, connection: Connection) -> None:
         """A connection has ended."""

@@ -12,18 +12,19 @@ from collections.abc import Callable
 
 from everstep.core.ids import Point
 from everstep.core.points import reach
-from everstep.errors import CorruptObject, EverstepError, KeeperError, MemoryTooSmall
+from everstep.errors import CorruptObject, KeeperError, MemoryTooSmall
 from everstep.keeper import commands, facts
-from everstep.keeper.background import Background, Result
+from everstep.keeper.background import Background
 from everstep.keeper.commands import AnyCommand
 from everstep.keeper.connection import Connection
 from everstep.keeper.control import MAX_LOCAL_RANKS, ControlPage, create_page
 from everstep.keeper.facts import AnyFact, Boundary
-from everstep.keeper.holdings import Holdings, check_digests, write_digests
+from everstep.keeper.holdings import Holdings
 from everstep.keeper.journal import Journal
 from everstep.keeper.memory import Limit, check_room
-from everstep.keeper.slot import Geometry, Slot
-from everstep.keeper.storing import Storing, Superseded
+from everstep.keeper.slot import Geometry
+from everstep.keeper.slotwork import SlotWork, Writer
+from everstep.keeper.storing import Storing
 from everstep.keeper.wire import (
     AdoptSlots,
     AnyMessage,
@@ -50,9 +51,6 @@ from everstep.keeper.wire import (
     Welcome,
 )
 
-PERSIST_LANES = 2
-"""Ranks whose parts are written at the same time: background CPU time is training time."""
-
 
 class Node:
     """``tell`` takes facts to the coordinator, wherever it runs; ``hold`` takes the message that
@@ -70,9 +68,7 @@ class Node:
         hold: Callable[[SlotsHeld, tuple[int, ...]], None],
         limits: Callable[[], list[Limit]],
     ) -> None:
-        self._storing = storing
         self._journal = journal
-        self._background = background
         self._store, self._job = store, job
         self._tell, self._hold, self._limits = tell, hold, limits
         self._page_fd = create_page()
@@ -82,6 +78,9 @@ class Node:
         self._asking: dict[int, AnyFact] = {}
         self._reported_busy: set[SlotName] = set()
         self.holdings = Holdings(job)
+        self._work = SlotWork(
+            self.holdings, storing, journal, background, tell=tell, idle=self._unbusy
+        )
         self.node = 0
         self.attempt = 0
         self.launch = ""
@@ -265,11 +264,12 @@ class Node:
     def _carry_out_more(self, command: AnyCommand) -> None:
         match command:
             case commands.Digest():
-                self._digest(command)
+                self._work.digest(command)
             case commands.Persist():
-                self._persist(command)
+                about = Writer(self.attempt, frozenset(self.agents), dict(self.environment))
+                self._work.persist(command, about)
             case commands.CheckMemory():
-                self._check(command)
+                self._work.check(command)
             case commands.GrantSlot():
                 index = command.index
                 if index >= 0:
@@ -330,6 +330,13 @@ class Node:
         self._reported_busy |= {SlotName(h.rank, h.index) for h in held if h.busy}
         return held
 
+    def _unbusy(self, names: tuple[SlotName, ...]) -> None:
+        """Slots that were reported as busy are reported again when nobody reads them."""
+        idle = {name for name in names if name not in self.holdings.reading}
+        for rank in sorted({name.rank for name in idle & self._reported_busy}):
+            self._reported_busy -= idle
+            self._tell(facts.SlotsSeen(self.node, rank, self._seen(rank)))
+
     def _hand_over(self) -> None:
         """Give all descriptors to whoever will hold them for a keeper after this one."""
         names = self.holdings.names()
@@ -358,103 +365,6 @@ class Node:
         else:
             kept = "store" if source == "store" else "fresh"
             self._answer(command.rank, Offer(kept, command.point))  # type: ignore[arg-type]
-
-    # -- threads
-
-    def _digest(self, command: commands.Digest) -> None:
-        name = SlotName(command.rank, command.index)
-        over = facts.Digested(self.node, command.rank, command.index)
-        chunk_bytes = self._storing.chunk_bytes
-
-        def failed(error: EverstepError) -> None:
-            self._journal.say("digest.failed", str(error), level="warning", rank=command.rank)
-            self._tell(over)
-
-        self._read_slot(
-            "digest",
-            (name,),
-            lambda slots: write_digests(slots[0], chunk_bytes),
-            lambda _: self._tell(over),
-            failed,
-        )
-
-    def _persist(self, command: commands.Persist) -> None:
-        rank, index, point, node = command.rank, command.index, command.point, self.node
-        allowed, agents, about = self.attempt, frozenset(self.agents), dict(self.environment)
-
-        def failed(error: EverstepError) -> None:
-            superseded = isinstance(error, Superseded)
-            self._tell(
-                facts.PersistFailed(node, rank, index, point, error.code, error.what, superseded)
-            )
-
-        self._read_slot(
-            f"persist-{rank % PERSIST_LANES}",
-            (SlotName(rank, index),),
-            lambda slots: self._storing.persist(slots[0], point, allowed, agents, about),
-            lambda nbytes: self._tell(facts.RankPersisted(node, rank, index, point, nbytes)),
-            failed,
-        )
-
-    def _check(self, command: commands.CheckMemory) -> None:
-        chunk_bytes, node, point = self._storing.chunk_bytes, self.node, command.point
-        ranks = [name.rank for name in command.slots]
-
-        def check(slots: list[Slot]) -> list[str]:
-            reach("keeper.restore.before_check")
-            return [check_digests(slot, chunk_bytes) for slot in slots]
-
-        def done(found: list[str]) -> None:
-            bad = tuple(rank for rank, why in zip(ranks, found, strict=True) if why)
-            whys = " ".join(why for why in found if why)
-            self._tell(facts.MemoryChecked(node, point, bad, whys))
-
-        def failed(error: EverstepError) -> None:
-            self._tell(facts.MemoryChecked(node, point, tuple(ranks), error.what))
-
-        self._read_slot("check", command.slots, check, done, failed)
-
-    def _read_slot(
-        self,
-        lane: str,
-        names: tuple[SlotName, ...],
-        work: Callable[[list[Slot]], Result],
-        done: Callable[[Result], None],
-        failed: Callable[[EverstepError], None],
-    ) -> None:
-        """Run ``work`` on slots in a thread; they count as read until it is over."""
-        slots = [self.holdings.slot(name) for name in names]
-        present = [slot for slot in slots if slot is not None]
-        if len(present) < len(slots):
-            failed(KeeperError(f"of the slots {list(names)} some are gone."))
-            return
-        for name in names:
-            self.holdings.reading[name] = self.holdings.reading.get(name, 0) + 1
-
-        def over() -> None:
-            for name in names:
-                self.holdings.reading[name] -= 1
-                if not self.holdings.reading[name]:
-                    del self.holdings.reading[name]
-
-        def after(result: Result) -> None:
-            over()
-            done(result)
-            self._unbusy(names)
-
-        def after_failure(error: EverstepError) -> None:
-            over()
-            failed(error)
-            self._unbusy(names)
-
-        self._background.submit(lane, lambda: work(present), after, after_failure)
-
-    def _unbusy(self, names: tuple[SlotName, ...]) -> None:
-        """Slots that were reported as busy are reported again when nobody reads them."""
-        idle = {name for name in names if name not in self.holdings.reading}
-        for rank in sorted({name.rank for name in idle & self._reported_busy}):
-            self._reported_busy -= idle
-            self._tell(facts.SlotsSeen(self.node, rank, self._seen(rank)))
 
     # -- answers
 

@@ -355,7 +355,7 @@ class Server:
     def _over(self) -> bool:
         now = self._clock.mono()
         idle = now - self._idle_since >= self._options.idle_seconds
-        if not idle and not self._leaving:
+        if not (idle or self._leaving or self._attempt.finished):
             self._deserted_at = None
             return False
         if self._deserted_at is None:
