@@ -5,21 +5,19 @@ Owns: the order of things. Never does: decide (:mod:`everstep.agent.decide`). Ca
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
-from everstep.agent import report, torch_events, workers
+from everstep.agent import agree, report, torch_events, workers
 from everstep.agent.decide import AttemptEnd, Decision, History, decide
 from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.keeper import NodeKeeper, claim_index, hold_index
@@ -34,8 +32,6 @@ from everstep.agent.rendezvous import (
     NodeEntry,
     Plan,
     Round,
-    Verdict,
-    poll,
 )
 from everstep.agent.signals import Interrupted, Signals
 from everstep.agent.watch import Learnt, Watch
@@ -53,13 +49,6 @@ from everstep.errors import (
 )
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
-
-T = TypeVar("T")
-
-ENDS_SECONDS = 20.0
-"""For the agents of all nodes to say how their workers ended, once one has failed."""
-REPLACED_SECONDS = 3.0
-PARTING_SECONDS = 5.0
 
 
 class Agent:
@@ -190,6 +179,8 @@ class Agent:
         self._owner.release()  # where the node that leads has changed
         plan = round_.plan()
         if plan.exit_code is None:
+            # Known to every node, should the lead move to it.
+            self._history = replace(self._history, restarts=plan.restarts)
             self._begin(round_, plan)
         return plan
 
@@ -276,9 +267,13 @@ class Agent:
         try:
             with self._signals.interruptible():
                 round_.say_ended(end)
-                decision = self._agree_as_leader(round_) if round_.leads else self._obey(round_)
+                if round_.leads:
+                    decision = self._decide(agree.gather_ends(round_), round_.nodes)
+                    agree.announce(round_, decision, same_nodes=self._same_nodes)
+                else:
+                    decision, self._same_nodes = agree.hear_verdict(round_, self._history)
                 if decision.action == "stop":
-                    self._part(round_)
+                    agree.part(round_)
                 return decision
         except Interrupted:
             return self._interrupted()
@@ -288,45 +283,8 @@ class Agent:
                 hint="Start the job again on all nodes; it goes on from the newest state.",
             ) from gone
 
-    def _agree_as_leader(self, round_: Round) -> Decision:
-        while not self._all_ended(round_) and not round_.failed():
-            poll(lambda: self._all_ended(round_) or round_.failed(), LEADER_SECONDS)
-        # Where a node waits to join, it most likely takes the place of one that will say nothing.
-        replaced = any(end.members_changed for end in round_.ended().values())
-        poll(lambda: self._all_ended(round_), REPLACED_SECONDS if replaced else ENDS_SECONDS)
-        decision = self._decide(round_.ended(), round_.nodes)
-        code = decision.exit_code if decision.action == "stop" else None
-        round_.say_decision(Verdict(code, decision.reason, decision.warning, self._same_nodes))
-        return decision
-
-    def _obey(self, round_: Round) -> Decision:
-        while not round_.failed() and round_.decision() is None:
-            poll(lambda: round_.failed() or round_.decision() is not None, LEADER_SECONDS)
-        poll(lambda: round_.decision() is not None, LEADER_SECONDS)
-        verdict = round_.decision()
-        if verdict is None:
-            raise AgentError(
-                "the leader of the job (node 0) did not say what comes next.",
-                hint="Its agent hangs; start the job again on all nodes.",
-            )
-        self._same_nodes = verdict.same_nodes
-        if verdict.exit_code is None:
-            return Decision("restart", 0, verdict.reason, self._history)
-        return Decision("stop", verdict.exit_code, verdict.reason, self._history, verdict.warning)
-
-    @staticmethod
-    def _part(round_: Round) -> None:
-        """One of the agents holds the rendezvous' store: it must not go before all have read."""
-        with contextlib.suppress(RuntimeError):  # it has gone, so all had read
-            round_.say_parted()
-            poll(round_.all_parted, PARTING_SECONDS)
-
-    @staticmethod
-    def _all_ended(round_: Round) -> bool:
-        return len(round_.ended()) == round_.nodes
-
     def _decide(self, ends: dict[int, NodeEnd], nodes: int) -> Decision:
-        end = combine(ends, nodes)
+        end = agree.combine(ends, nodes)
         self._same_nodes = not end.lost_nodes and not end.members_changed
         self._expected = self._expected or end.reached >= 0 or end.restored >= 0
         return decide(end, self._history, self._launch.max_restarts)
@@ -421,22 +379,6 @@ class Agent:
         return told | {variable(name): str(value) for name, value in own.items()}
 
 
-def combine(ends: dict[int, NodeEnd], nodes: int) -> AttemptEnd:
-    """The end of an attempt from what its nodes said; a node that said nothing is lost."""
-    said = list(ends.values())
-    return AttemptEnd(
-        workers=tuple(worker for end in said for worker in end.worker_ends()),
-        restored=max((end.restored for end in said), default=-1),
-        reached=max((end.reached for end in said), default=-1),
-        attached=any(end.attached for end in said),
-        finished=any(end.finished for end in said),
-        fatal=_first(end.fatal for end in said),
-        stopped_by=_first(end.stopped_by for end in said),
-        members_changed=any(end.members_changed for end in said),
-        lost_nodes=tuple(node for node in range(nodes) if node not in ends),
-    )
-
-
 def exit_code_of(error: EverstepError) -> int:
     """The exit code of a run that ``error`` prevents."""
     if isinstance(error, JobOwned):
@@ -446,10 +388,6 @@ def exit_code_of(error: EverstepError) -> int:
     if isinstance(error, RestoreError):
         return exits.REFUSED
     return exits.USAGE if error.blame == "user" else exits.FAILED
-
-
-def _first(values: Iterable[T | None]) -> T | None:
-    return next((value for value in values if value is not None), None)
 
 
 def _environment() -> dict[str, str]:
