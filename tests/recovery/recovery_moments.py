@@ -74,8 +74,8 @@ IN_DISK = ("store.local.before_link", "store.local.before_fsync")
 def moments(
     seed: int, world: int, *, count: int = 3, loader: bool = True, nodes: int = 1
 ) -> list[Fault]:
-    """``count`` (at least 3) deaths of one run: a rank in a snapshot, the keeper in a persist or
-    commit, somebody in a restore, somebody at other work, then more of any kind.
+    """``count`` deaths of one run: a rank in a snapshot, the keeper in a persist or commit,
+    somebody in a restore, somebody at other work, then more of any kind.
 
     At most one rank dies in a restore: three attempts in a row that restore nothing new end a
     job by rule. With several nodes no agent dies: its node is then lost, which is another test's.

@@ -3,6 +3,8 @@ that no restore went further back than it had to (R5)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from recovery_runs import JOB, Trial, Undisturbed
 
 from everstep.drill import kinds, losses, states
@@ -22,15 +24,19 @@ def assert_same(trial: Trial, undisturbed: Undisturbed) -> None:
     assert state.tensors > 0
 
 
-def assert_nothing_lost(trial: Trial, *, memory_lost: bool = False) -> None:
-    """R5: each restore gives at least the newest committed step; where an agent or a keeper of
-    each node lived on at any time (not ``memory_lost``), at least the newest complete snapshot."""
+def assert_nothing_lost(
+    trial: Trial, *, memory_lost: bool = False, damaged: Mapping[int, int] | None = None
+) -> None:
+    """R5: each restore gives at least the newest committed step; where memory was not lost
+    (``memory_lost``: all that held it may have died at once), at least the newest complete
+    snapshot. ``damaged``: by attempt, the step whose checkpoint was damaged before it."""
     ordered = sorted(trial.events, key=lambda event: event.mono)
     for number, event in enumerate(ordered):
         if event.kind != kinds.ELECTED:
             continue
         kept = kept_of(ordered[:number])
-        floor = kept.newest_commit() if memory_lost else max(kept.snapshot, kept.newest_commit())
+        committed = kept.newest_commit(without=(damaged or {}).get(event.attempt))
+        floor = committed if memory_lost else max(kept.snapshot, committed)
         source = kinds.fact_text(event, "source")
         assert (event.step or 0) >= floor, trial.told(
             f"attempt {event.attempt} went on from step {event.step} ({source}), "

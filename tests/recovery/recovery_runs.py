@@ -47,7 +47,7 @@ class Case:
     example: str
     world: int
     nodes: int = 1
-    steps: int = 150
+    steps: int = 200
 
     @property
     def loader(self) -> bool:
@@ -144,9 +144,16 @@ class Trial:
         self.start_node(node)
 
     def kill_node(self, node: int) -> None:
-        """Agent, keeper and workers of a node at once; it is not started again."""
+        """Agent, keeper and workers of a node at once; the test starts it again."""
         self.nodes[node].end()
         self._running.discard(node)
+
+    def await_failure(self, node: int) -> int:
+        """The exit code of a node's agent that has to give up."""
+        code = self.nodes[node].wait(SECONDS_EACH)
+        assert code > 0, self.told(f"`everstep run` of node {node} ended with {code}")
+        self._running.discard(node)
+        return code
 
     # -- what is known of it
 
@@ -154,14 +161,18 @@ class Trial:
     def attempt(self) -> int:
         return max((e.attempt for e in self.events if e.kind == kinds.WORKERS_STARTED), default=0)
 
-    def steps_done(self, attempt: int) -> int:
-        """The newest step that the attempt is known to have computed; 0 for none."""
-        done = [e.step or 0 for e in self.events if self._proves(e, attempt)]
-        return max(done, default=0)
+    def await_training(self, attempt: int, steps: int, *, commits: int = 0) -> None:
+        """Wait until the attempt has computed ``steps`` steps, has completed a snapshot, and has
+        seen ``commits`` checkpoints of its own committed."""
 
-    def trained(self, attempt: int, steps: int) -> Callable[[], bool]:
-        """Whether the attempt has computed ``steps`` steps, and is the newest one."""
-        return lambda: self.attempt == attempt and len(self._computed(attempt)) >= steps
+        def ready() -> bool:
+            mine = [event for event in self.events if event.attempt == attempt]
+            computed = {event.step for event in mine if event.kind in kinds.PROGRESS}
+            cut = any(event.kind == kinds.SNAPSHOT for event in mine)
+            committed = sum(event.kind == kinds.COMMITTED for event in mine)
+            return cut and len(computed) >= steps and committed >= commits
+
+        self.until(ready, f"attempt {attempt} had trained {steps} steps")
 
     def worker_pids(self) -> dict[int, int]:
         """Process id by rank, of the newest attempt on all nodes."""
@@ -244,13 +255,6 @@ class Trial:
         assert marks, self.told(f"process {pid} is gone, though it was to be killed")
         with processes.held(pid, marks[0]) as fd:
             processes.strike(fd)
-
-    def _computed(self, attempt: int) -> set[int]:
-        return {e.step or 0 for e in self.events if self._proves(e, attempt)}
-
-    @staticmethod
-    def _proves(event: Event, attempt: int) -> bool:
-        return event.kind in kinds.PROGRESS and event.attempt == attempt
 
 
 Begin = Callable[..., Trial]
