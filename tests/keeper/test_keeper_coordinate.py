@@ -419,3 +419,109 @@ def test_slot_names_of_an_offer_are_the_nodes_own() -> None:
     out = coordinator.handle(facts.MemoryChecked(1, Point(5, 1), ()), 0.0)
     offers = {c.rank: c.slots for c in out if isinstance(c, commands.OfferTo)}
     assert offers == {0: (SlotName(0, 0),), 1: (SlotName(1, 0),)}
+
+
+def _training(world: int = 1, *, every: int = 1) -> tuple[Coordinator, list[Command]]:
+    """A coordinator whose ranks have restored nothing and opened their slots."""
+    coordinator = Coordinator()
+    out: list[Command] = []
+    story: list[AnyFact] = [
+        facts.Begun(1, (tuple(range(world)),), "auto", False, Policy(every, 1e9)),
+        facts.NodeJoined(0, ()),
+        facts.StoreRead(1),
+    ]
+    for rank in range(world):
+        held = (Held(rank, 0, None, "", 0), Held(rank, 1, None, "", 0))
+        story += [facts.SlotsSeen(0, rank, held), facts.Registered(rank)]
+        story.append(facts.OfferAsked(rank, world))
+    story += [facts.Voted(rank, True, "") for rank in range(world)]
+    story.append(facts.BranchWritten(1))
+    for fact in story:
+        out = coordinator.handle(fact, 0.0)
+    return coordinator, out
+
+
+def _made(rank: int, step: int, index: int, *, persist: bool = False) -> facts.CutMade:
+    return facts.CutMade(rank, step, index, "l", 0.0, 1, {}, persist)
+
+
+def _published(out: list[Command]) -> commands.PublishCut:
+    (cut,) = (c for c in out if isinstance(c, commands.PublishCut))
+    return cut
+
+
+def test_slot_of_a_dropped_cut_stays_reserved_until_its_rank_has_spoken() -> None:
+    """R7: the rank may have read the page just before the cut was taken back."""
+    coordinator, out = _training(2)
+    cut = _published(out)
+    out = coordinator.handle(facts.CutMissed(0, cut.step, "late"), 1.0)
+    assert any(isinstance(c, commands.ClearCut) for c in out)
+    before = facts.Boundaries((Boundary(1, cut.step, 0.1),), drained=True)
+    assert not any(isinstance(c, commands.GrantSlot) for c in coordinator.handle(before, 2.0))
+    slot = next(e for k, e in coordinator.at.table.of_rank(1) if k.index == dict(cut.slots)[1])
+    assert slot.reserved == cut.step
+    coordinator.handle(facts.Boundaries((Boundary(1, cut.step + 1, 0.1),), drained=True), 4.0)
+    assert slot.reserved is None
+
+
+def test_snapshot_off_the_lineage_is_forgotten_only_when_its_reader_is_done() -> None:
+    coordinator, out = _training()
+    cut = _published(out)
+    (index,) = dict(cut.slots).values()
+    coordinator.handle(_made(0, cut.step, index, persist=True), 1.0)
+    coordinator.handle(facts.Digested(0, 0, index), 1.0)
+    held = (Held(0, index, Point(cut.step, 1), "l", 1), Held(0, 1 - index, None, "", 0))
+    coordinator.handle(facts.RankGone(0, 0, held, False), 2.0)
+    coordinator.handle(facts.Begun(2, ((0,),), "never", False, Policy(1, 1e9)), 3.0)
+    coordinator.handle(facts.NodeJoined(0, held), 3.0)
+    for fact in (
+        facts.StoreRead(2), facts.Registered(0), facts.OfferAsked(0, 1), facts.Voted(0, True, ""),
+    ):  # fmt: skip
+        coordinator.handle(fact, 3.0)
+    out = coordinator.handle(facts.BranchWritten(2), 3.0)
+    assert any(isinstance(c, commands.ElectTo) for c in out)
+    assert not any(isinstance(c, commands.Forget) for c in out)
+    out = coordinator.handle(facts.RankPersisted(0, 0, index, Point(cut.step, 1)), 4.0)
+    assert commands.Forget(0, 0, index) in out
+    assert not any(isinstance(c, commands.Commit) for c in out), "committed off the lineage"
+
+
+def test_failing_checkpoint_gives_way_to_a_newer_snapshot() -> None:
+    """R3: it is retried, it never keeps a slot between the tries, and it is superseded."""
+    coordinator, out = _training()
+    cut = _published(out)
+    first = Point(cut.step, 1)
+    index = dict(cut.slots)[0]
+    out = coordinator.handle(_made(0, cut.step, index, persist=True), 1.0)
+    coordinator.handle(facts.Digested(0, 0, index), 1.0)
+    assert commands.Persist(0, 0, index, first) in out
+    out += coordinator.handle(facts.PersistFailed(0, 0, index, first, "EVS-205", "full"), 2.0)
+    second = _published(out)
+    other = dict(second.slots)[0]
+    coordinator.handle(_made(0, second.step, other), 2.5)
+    coordinator.handle(facts.Digested(0, 0, other), 2.5)
+    out = coordinator.handle(facts.Tick(), 60.0)
+    assert [c.point for c in out if isinstance(c, commands.Persist)] in (
+        [],
+        [Point(second.step, 1)],
+    )
+    assert coordinator.durable.current is not None
+    assert coordinator.durable.current.point == Point(second.step, 1)
+
+
+def test_higher_claim_stops_all_writing_until_it_is_served() -> None:
+    """S6: a zombie commits nothing; adopted by the newer attempt, it makes durable what it has."""
+    coordinator, out = _training()
+    cut = _published(out)
+    index = dict(cut.slots)[0]
+    coordinator.handle(_made(0, cut.step, index, persist=True), 1.0)
+    coordinator.handle(facts.Digested(0, 0, index), 1.0)
+    point = Point(cut.step, 1)
+    coordinator.handle(
+        facts.PersistFailed(0, 0, index, point, "EVS-208", "claimed", superseded=True), 2.0
+    )
+    assert not coordinator.pending
+    out = coordinator.handle(facts.Tick(), 100.0)
+    assert not any(isinstance(c, commands.Persist | commands.Commit) for c in out)
+    coordinator.handle(facts.Begun(2, ((0,),), "auto", True, Policy(1, 1e9)), 101.0)
+    assert coordinator.pending

@@ -93,7 +93,8 @@ class Cuts:
         self._judge(fact.step)
 
     def cut_missed(self, fact: CutMissed) -> None:
-        self.at.table.resolve(fact.rank)
+        # Reservations of later cuts stay: the rank may already be in one of them.
+        self.at.table.resolve_before(fact.rank, fact.step + 1)
         cut = self.outstanding
         if cut is not None and cut.step == fact.step:
             self._late()
