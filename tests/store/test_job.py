@@ -365,6 +365,21 @@ def test_of_many_agents_one_owns(tmp_path: Path) -> None:
         assert sum(pool.map(acquire, range(6))) == 1
 
 
+def test_an_owner_that_renews_twice_at_once_is_no_stranger_to_itself(tmp_path: Path) -> None:
+    """A restart renews while the background renewal is under way."""
+    job = open_store(str(tmp_path), create=True).job("a")
+    job.acquire_owner(ME, is_alive=lambda _: True)
+    barrier = threading.Barrier(4)
+
+    def renew(_: int) -> None:
+        barrier.wait(timeout=30)
+        for _ in range(5):
+            job.renew_owner(ME)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(renew, range(4)))
+
+
 def test_a_lost_answer_to_the_owner_is_read_back(memory: MemoryBackend, clock: ManualClock) -> None:
     fault = BackendFault("lost", call="put", key="refs/owner")
     job_on(FaultyBackend(memory, [fault]), clock).acquire_owner(ME, is_alive=lambda _: True)

@@ -198,11 +198,13 @@ def renew_owner(
     folder: Folder, identity: OwnerIdentity, *, attempt: int = 0, now: float | None = None
 ) -> None:
     """Stay the owner. Raises ``JobOwned`` where another has taken over: stop at once."""
-    held = _held(folder, now)
-    if held is None or held.record is None or _identity(held.record) != identity:
-        raise _owned(folder, held)
-    if not _replace(folder, _record(folder, identity, attempt, now), held.version):
-        raise _owned(folder, _held(folder, now))
+    while True:
+        held = _held(folder, now)
+        if held is None or held.record is None or _identity(held.record) != identity:
+            raise _owned(folder, held)
+        if _replace(folder, _record(folder, identity, attempt, now), held.version):
+            return
+        # Whoever was faster may be another thread of this very owner: it is looked at anew.
 
 
 def release_owner(folder: Folder, identity: OwnerIdentity) -> None:
