@@ -27,6 +27,8 @@ _POLL = 0.002
 """Seconds between two looks at what cannot be waited on: a stop that is being agreed on, a keeper
 that is not there yet."""
 
+_READY_AGAIN_SECONDS = 1.0
+
 
 class Preempted(Exception):
     """The job was asked to stop and this rank has done its part; carries the exit code."""
@@ -54,7 +56,7 @@ class Boundary:
         self._durable_step = -1
         self._step_began = time.monotonic_ns()
         self._first = True
-        self._ready_tried = False
+        self._ready_again_at = 0.0
 
     def start(self, step: int, *, durable: bool) -> None:
         """Training begins at ``step``; ``durable`` says that the store already holds it."""
@@ -74,10 +76,12 @@ class Boundary:
                 "train.resumed", f"step {step} is done", step=step, restored=self._restored_step
             )
         self._session.check_gradients(step)
-        self._connection.keep_alive()
-        self._make_ready(step)
+        here = self._connection.keep_alive()
+        if here:
+            self._make_ready(step)
         self._obey_stop(step)
-        self._obey_cut(step)
+        if here:  # what a dead keeper has published, a new one does not know of
+            self._obey_cut(step)
         self._step_began = time.monotonic_ns()
 
     def checkpoint(self, step: int, *, wait: bool, timeout: float) -> bool:
@@ -130,10 +134,11 @@ class Boundary:
 
     def _make_ready(self, step: int) -> None:
         """Open the slots at the first boundary, when the optimizer's state exists; where that
-        fails for want of memory, stop while nothing is lost."""
-        if self._ready_tried:
+        fails for want of memory, stop while nothing is lost. Another failure (the keeper died
+        in between) is tried again a little later: without slots nothing is ever cut."""
+        if self._cutter.ready or time.monotonic() < self._ready_again_at:
             return
-        self._ready_tried = True
+        self._ready_again_at = time.monotonic() + _READY_AGAIN_SECONDS
         try:
             self._cutter.make_ready(step)
         except MemoryTooSmall as small:

@@ -48,12 +48,17 @@ class Cutter:
         self._demotions = 0
         self._proved_layout = ""
         self._held_step = -1
-        self._padded: dict[int, tuple[int, str]] = {}
+        self._padded: dict[int, tuple[Slot, bytes]] = {}
         self.ever_cut = False
 
     def holds(self, step: int) -> bool:
         """Whether the newest cut is of ``step``."""
         return self._held_step == step
+
+    @property
+    def ready(self) -> bool:
+        """Whether slots are open."""
+        return self._geometry is not None
 
     def make_ready(self, step: int) -> None:
         """Have slots for the state as it is now: the keeper can give and publish only slots that
@@ -151,9 +156,10 @@ class Cutter:
     def _clear_padding(self, slot: Slot, index: int, layout: RankLayout) -> None:
         """Zero the bytes between extents once for each layout: another layout's may be there, and
         the store refuses padding that is not zero (S3)."""
-        if self._padded.get(index) == (id(slot), layout.layout):
+        if self._padded.get(index) == (slot, self._layout_record):
             return
-        self._padded[index] = (id(slot), layout.layout)
+        # The whole record: the layout's digest knows nothing of what is this rank's own.
+        self._padded[index] = (slot, self._layout_record)
         ends = [0, *(extent.payload_offset + extent.nbytes for extent in layout.extents)]
         page_end = -(-layout.payload_bytes // PAGE) * PAGE
         starts = [*(extent.payload_offset for extent in layout.extents), page_end]

@@ -93,18 +93,17 @@ class Session:
         tree = restore.decode(state)
         difference.check(self.attached, state, tree)
         pairs = restore.targets(self.attached, state, tree)
+        tensors = tuple(tensor for _, tensor in pairs)
+        # What else is there is known now; what a tensor in it holds is not.
+        self._check_data(restore.extra(self.attached, state, tree, tensors)["data"])
         return Loaded(
-            state,
-            tree,
-            tuple(tensor for _, tensor in pairs),
-            tuple(Destination(ref, tensor) for ref, tensor in pairs),
+            state, tree, tensors, tuple(Destination(ref, tensor) for ref, tensor in pairs)
         )
 
     def apply(self, loaded: Loaded) -> None:
         """After the vote: hand the records to the objects, go to the data position, and put the
         RNG of the boundary back last, because everything before may have drawn from it."""
         extra = restore.extra(self.attached, loaded.state, loaded.tree, loaded.tensors)
-        self._check_data(extra["data"])
         restore.apply(self.attached, loaded.state, loaded.tree, loaded.tensors)
         if self._feed is not None and extra["data"] is not None:
             self._feed.restore(extra["data"])
