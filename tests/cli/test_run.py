@@ -61,3 +61,18 @@ def test_run_help_and_usage_errors_come_from_torchs_parser(
     assert done.returncode == 2
     assert "--nproc-per-node" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_agents_exit_code_stands_whatever_threads_torch_has_left() -> None:
+    """With several nodes torch's heartbeat runs on in C++; taking the interpreter down under it
+    made SIGABRT of every exit code."""
+    code = (
+        "import atexit, sys, types\n"
+        "sys.modules['everstep.agent.main'] = types.SimpleNamespace(run=lambda arguments: 75)\n"
+        "atexit.register(print, 'taken down')\n"
+        "print('said', end='')\n"
+        "from everstep.cli.run import command\n"
+        "command(['script.py'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "said", "")

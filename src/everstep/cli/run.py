@@ -6,6 +6,7 @@ argparse reads them (see :mod:`everstep.agent.flags`) and click does not.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -21,4 +22,9 @@ def command(arguments: tuple[str, ...]) -> None:
     """Run a training script and keep it alive (takes torchrun's flags)."""
     from everstep.agent.main import run
 
-    sys.exit(run(arguments))
+    code = run(arguments)
+    # Not sys.exit: torch's rendezvous leaves a thread in C++, and an interpreter that is taken
+    # down under it aborts ("terminate called without an active exception"), whatever the code was.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
