@@ -525,3 +525,18 @@ def test_higher_claim_stops_all_writing_until_it_is_served() -> None:
     assert not any(isinstance(c, commands.Persist | commands.Commit) for c in out)
     coordinator.handle(facts.Begun(2, ((0,),), "auto", True, Policy(1, 1e9)), 101.0)
     assert coordinator.pending
+
+
+def test_rank_that_asks_before_the_branch_is_read_is_served_when_it_is() -> None:
+    """R6: a keeper that died after the branch was written; its heir learns of the election from
+    the store, after the rank has asked again."""
+    coordinator = Coordinator()
+    coordinator.handle(facts.Begun(1, ((0,),), "auto", False, Policy()), 0.0)
+    coordinator.handle(facts.NodeJoined(0, ()), 0.0)
+    coordinator.handle(facts.Registered(0), 0.0)
+    coordinator.handle(facts.OfferAsked(0, 1), 0.0)
+    read = facts.StoreRead(1, branched=True, branch=None, branch_source="fresh")
+    out = coordinator.handle(read, 0.0)
+    assert [c.source for c in out if isinstance(c, commands.OfferTo)] == ["fresh"]
+    out = coordinator.handle(facts.Voted(0, True, ""), 0.0)
+    assert [c.source for c in out if isinstance(c, commands.ElectTo)] == ["fresh"]

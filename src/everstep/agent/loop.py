@@ -155,6 +155,7 @@ class Agent:
             plan = Plan(
                 nodes=round_.entries,
                 attempt=attempt or self._owner.claim(patience=self._patience),
+                claimant=self._owner.id,
                 restarts=self._history.restarts,
                 expected=self._expected,
                 master_addr=round_.master_addr,
@@ -232,6 +233,7 @@ class Agent:
             token=plan.token,
             policy=Policy(settings.snapshot_every, settings.checkpoint_every),
             keep_last=settings.keep_last,
+            agent=plan.claimant,
             environment=_environment(),
         )
 

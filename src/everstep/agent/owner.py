@@ -38,6 +38,11 @@ class Owner:
     def fileno(self) -> int:
         return self._event
 
+    @property
+    def id(self) -> str:
+        """The id under which this agent claims."""
+        return self._identity.agent
+
     def claim(self, *, patience: float = 0.0) -> int:
         """Allocate the next attempt's number. Raises :class:`JobOwned` where another live agent
         runs the job, :class:`StoreError` where the store cannot be used at the first claim.

@@ -62,10 +62,12 @@ class NodeEntry(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     """What the leader says to all nodes before workers start. ``nodes`` is in group rank order;
-    ``coordinator`` is (host, port) of its keeper. With ``exit_code`` the round ends instead."""
+    ``coordinator`` is (host, port) of its keeper, ``claimant`` the id that claimed the attempt.
+    With ``exit_code`` the round ends instead."""
 
     nodes: tuple[NodeEntry, ...] = ()
     attempt: int = 0
+    claimant: str = ""
     restarts: int = 0
     expected: bool = False
     master_addr: str = ""

@@ -101,6 +101,8 @@ class Election:
             self.elected = Choice(fact.branch_source, fact.branch)
             self.at.branched = True
             self._settle(self.elected, announce=False)
+            for rank in sorted(self.asked):
+                self._serve_single(rank)  # it asked before this keeper knew of the election
 
     def offer_asked(self, fact: OfferAsked) -> None:
         at = self.at

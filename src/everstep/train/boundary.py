@@ -8,6 +8,8 @@ else is reported and training goes on, R3). Never does: choose the step of a cut
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from everstep.core import exits
 from everstep.core.settings import Settings
@@ -16,7 +18,7 @@ from everstep.train.connect import Connection
 from everstep.train.cut import Cutter
 from everstep.train.place import Place
 from everstep.train.session import Session
-from everstep.train.stop import TermFlag
+from everstep.train.stop import TermFlag, Terminated
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0
 """Seconds between two tries to cut the last step."""
@@ -57,6 +59,15 @@ class Boundary:
         self._step_began = time.monotonic_ns()
         self._first = True
         self._ready_again_at = 0.0
+
+    @contextmanager
+    def before_the_first(self) -> Iterator[None]:
+        """In here a SIGTERM raises :class:`Preempted` at once: there is no step to end."""
+        try:
+            with self._term.at_once():
+                yield
+        except Terminated:
+            raise Preempted("stopped before the first step", exits.PREEMPTED) from None
 
     def start(self, step: int, *, durable: bool) -> None:
         """Training begins at ``step``; ``durable`` says that the store already holds it."""
