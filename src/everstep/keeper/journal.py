@@ -27,6 +27,7 @@ class Journal:
         self._clock = clock
         self._listen = listen
         self._fd = _open(path) if path else None
+        self._failed = False
         self.attempt = 0
         self.node = 0
 
@@ -52,13 +53,28 @@ class Journal:
     def append(self, event: Event) -> None:
         """Write an event, whoever made it, and pass it on."""
         if self._fd is not None:
-            _write(self._fd, encode_line(event))
+            self._write(self._fd, encode_line(event))
         self._listen(event)
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is a file."""
+        return self._fd is not None
 
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _write(self, fd: int, line: bytes) -> None:
+        try:
+            os.write(fd, line)  # one write: lines of several processes do not mix
+        except OSError as error:
+            if not self._failed:
+                os.write(2, f"everstep: events are not written any more: {error}\n".encode())
+            self._failed = True
+        else:
+            self._failed = False
 
 
 def _open(path: str) -> int | None:
@@ -68,10 +84,3 @@ def _open(path: str) -> int | None:
     except OSError as error:
         os.write(2, f"everstep: events are not written to {path}: {error}\n".encode())
         return None
-
-
-def _write(fd: int, line: bytes) -> None:
-    try:
-        os.write(fd, line)  # one write: lines of several processes do not mix
-    except OSError as error:
-        os.write(2, f"everstep: an event was not written: {error}\n".encode())

@@ -54,7 +54,7 @@ class Boundary:
         self._term = TermFlag()
         self._term_since: float | None = None
         self._tell_term_at = 0.0
-        self._cut_seen = 0
+        self._cut_seen = (0, 0)
         self._durable_step = -1
         self._step_began = time.monotonic_ns()
         self._first = True
@@ -159,15 +159,17 @@ class Boundary:
 
     def _obey_cut(self, step: int) -> None:
         sequence, wanted = self._connection.published_cut()
-        if sequence == self._cut_seen or sequence == 0:
+        # A new keeper counts from 1 again: its cut is another one than the last keeper's.
+        published = (self._connection.keepers_met(), sequence)
+        if published == self._cut_seen or sequence == 0:
             return
         if wanted == step:
-            self._cut_seen = sequence
+            self._cut_seen = published
             index = self._connection.published_slot(step)
             if index is not None:
                 self._try_cut(step, persist=False, index=index, sequence=sequence)
         elif wanted < step:
-            self._cut_seen = sequence
+            self._cut_seen = published
             self._connection.cut_skipped(wanted, f"learnt of it at step {step}")
 
     def _try_cut(

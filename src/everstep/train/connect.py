@@ -21,6 +21,7 @@ from everstep.core.settings import Settings
 from everstep.errors import EverstepError, NoRecoveryPoint
 from everstep.keeper.address import keeper_of
 from everstep.keeper.client import WorkerLink
+from everstep.keeper.control import ControlPage
 from everstep.keeper.slot import Geometry, Slot
 from everstep.keeper.spawn import start_keeper
 from everstep.keeper.wire import BeginAttempt, CutDone, Fatal, Hello
@@ -73,6 +74,8 @@ class Connection:
         self.attempt = link.attempt
         self._place = place
         self._voice = voice
+        self._page: ControlPage | None = None
+        self._keepers = 0
         self.say = voice.say
 
     # -- the control page
@@ -83,6 +86,13 @@ class Connection:
     def published_cut(self) -> tuple[int, int]:
         """(sequence, step); sequence 0 where none is published."""
         return self.link.page.cut()
+
+    def keepers_met(self) -> int:
+        """How many keepers this rank has had: each gives it a page of its own."""
+        if self._page is not self.link.page:
+            self._page = self.link.page
+            self._keepers += 1
+        return self._keepers
 
     def published_slot(self, step: int) -> int | None:
         """The slot of the cut that is published for ``step``, None where it was taken back."""

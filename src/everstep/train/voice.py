@@ -6,14 +6,15 @@ a step up. Called by: every module of this room that has something to say.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
 
-from everstep.core.events import Event, Level, encode_line
+from everstep.core.clock import SystemClock
+from everstep.core.events import Event, Level
 from everstep.core.settings import Settings
 from everstep.keeper.client import WorkerLink
+from everstep.keeper.journal import Journal
 from everstep.train.place import Place
 
 
@@ -25,10 +26,8 @@ class Voice:
         self._place = place
         self.link: WorkerLink | None = None
         self.attempt = settings.attempt
-        self._journal = (
-            os.open(settings.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if settings.events
-            else None
+        self._journal = Journal(
+            settings.events, source="worker", job=settings.job, clock=SystemClock(), listen=_nobody
         )
 
     def say(
@@ -44,7 +43,7 @@ class Voice:
         """One event. ``loud`` prints it here on rank 0 where no agent would."""
         event = self._event(kind, text, step, level, facts)
         if self.link is None or not self.link.report(event):
-            self._append(event)
+            self._journal.append(event)
         if loud and self._place.rank == 0 and not self._settings.attempt:
             print(f"everstep: {text}", file=sys.stderr, flush=True)
 
@@ -58,15 +57,13 @@ class Voice:
 
     def log_values(self, step: int, values: dict[str, Any]) -> None:
         """What ``run.log`` was given: a line of the journal, where there is one."""
-        if self._journal is not None:
+        if self._journal.kept:
             figures = {name: _figure(value) for name, value in values.items()}
-            self._append(self._event("train.log", "", step, "debug", figures))
+            self._journal.append(self._event("train.log", "", step, "debug", figures))
 
     def close(self) -> None:
         self.link = None
-        if self._journal is not None:
-            os.close(self._journal)
-            self._journal = None
+        self._journal.close()
 
     def _event(
         self, kind: str, text: str, step: int | None, level: Level, facts: dict[str, object]
@@ -86,10 +83,8 @@ class Voice:
             facts=facts,
         )
 
-    def _append(self, event: Event) -> None:
-        # One write on O_APPEND: lines of several processes do not mix.
-        if self._journal is not None:
-            os.write(self._journal, encode_line(event))
+
+def _nobody(_: Event) -> None: ...
 
 
 def _figure(value: Any) -> object:
