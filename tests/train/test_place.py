@@ -13,7 +13,7 @@ from everstep.core.settings import Settings
 from everstep.errors import BadName, UsageError
 from everstep.train.options import Options, effective
 from everstep.train.place import Place, read_place
-from everstep.train.stop import TermFlag
+from everstep.train.stop import TermFlag, Terminated
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
@@ -122,6 +122,16 @@ def test_a_handler_that_came_later_is_left_alone(handler: list[int], tmp_path: P
     flag.close()
     signal.raise_signal(signal.SIGTERM)
     assert (len(later), handler) == (1, [])
+
+
+def test_before_the_first_step_sigterm_ends_the_wait_at_once(handler: list[int]) -> None:
+    flag = TermFlag()
+    with pytest.raises(Terminated), flag.at_once():
+        signal.raise_signal(signal.SIGTERM)
+    assert handler == [signal.SIGTERM]
+    with pytest.raises(Terminated), flag.at_once():
+        raise AssertionError("it came before, and what would be waited for is not begun")
+    flag.close()
 
 
 def test_two_flags_are_chained_and_closed_in_any_order(handler: list[int]) -> None:

@@ -17,7 +17,7 @@ import train_bodies as bodies
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from train_bodies import BATCHES, LAST, Training, undisturbed
-from train_jobs import RARE, Jobs, fault, keeper_pid
+from train_jobs import RARE, Jobs, fault, keeper_pid, wait_for
 
 import everstep
 from everstep.core import exits
@@ -118,11 +118,33 @@ def test_sigterm_stops_after_a_cut_and_the_job_goes_on_exactly(
     agree(jobs, digest, whole(until))
 
 
+def restore_alone() -> None:
+    """A rank of two; the other one never comes."""
+    run = everstep.attach(**Training().objects())
+    link: Any = run._connection.link
+    ask = link.ask_offer
+
+    def asking(**timeout: float) -> object:
+        Path("asking").touch()
+        return ask(**timeout)
+
+    link.ask_offer = asking
+    run.restore()
+
+
+def test_sigterm_in_the_wait_for_other_ranks_is_obeyed_at_once(jobs: Jobs) -> None:
+    waits = jobs.start(restore_alone, env=_rank(0))
+    wait_for((jobs.folder / "asking").exists, "it waits for the other rank")
+    waits.kill(signal.SIGTERM)
+    assert waits.wait() == exits.PREEMPTED, waits.said()
+    assert "stopped before the first step" in waits.said()
+
+
 # -- the keeper dies
 
 
 def test_a_keeper_killed_in_mid_run_is_replaced_by_the_worker(
-    jobs: Jobs, whole: Callable[..., dict[str, Any]], end_keepers: Callable[[], list[int]]
+    jobs: Jobs, whole: Callable[..., dict[str, Any]]
 ) -> None:
     until, kill_at, at = LAST, 4, (3, 8)
     digest = jobs.run(bodies.train_and_kill_keeper, until=until, kill_at=kill_at, at=at)
@@ -130,7 +152,6 @@ def test_a_keeper_killed_in_mid_run_is_replaced_by_the_worker(
     completed = {e.step for e in jobs.events("snapshot.complete")}
     assert {8, until} <= completed, "snapshots go on under the new keeper"
     assert jobs.events("checkpoint.committed")[-1].step == until
-    assert len(end_keepers()) == 1
 
 
 def test_the_slots_of_a_dead_keeper_are_adopted_by_the_next(
@@ -148,21 +169,16 @@ def test_the_slots_of_a_dead_keeper_are_adopted_by_the_next(
     agree(jobs, digest, whole(LAST))
 
 
-def killed_between(jobs: Jobs) -> None:
-    killed = jobs.start(
-        bodies.train, at=(3, 6), env={"EVERSTEP_FAULTS": fault("train.cut.before", after=1)}
-    )
-    assert killed.wait() == -signal.SIGKILL
-
-
 def test_the_keeper_outlives_the_worker_and_serves_the_next(jobs: Jobs) -> None:
-    killed_between(jobs)
-    keeper = keeper_pid({**jobs.environment, "EVERSTEP_STORE": str(jobs.folder / "everstep-store")})
-    jobs.run(bodies.train)
+    store = {"EVERSTEP_STORE": str(jobs.folder / "everstep-store")}
+    keepers = set()
+    for cuts_before in (1, 0):
+        faults = fault("train.cut.before", after=cuts_before)
+        killed = jobs.start(bodies.train, at=(3, 6), env={"EVERSTEP_FAULTS": faults})
+        assert killed.wait() == -signal.SIGKILL
+        keepers.add(keeper_pid(store))
     assert jobs.restored() == [(3, "memory")]
-    assert keeper == keeper_pid(
-        {**jobs.environment, "EVERSTEP_STORE": str(jobs.folder / "everstep-store")}
-    )
+    assert len(keepers) == 1
 
 
 # -- ends that are none
@@ -222,7 +238,7 @@ def test_a_script_that_raises_ends_by_itself(jobs: Jobs) -> None:
     """With a real interpreter's end, whose threads and handlers could hang."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import test_run; test_run.raise_in_the_body('error')\n"
+        "import test_train_run; test_train_run.raise_in_the_body('error')\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script, str(Path(__file__).parent)], cwd=jobs.folder,
@@ -362,8 +378,8 @@ def log_unreadable() -> None:
 TORCHRUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import test_run
-test_run.train_ddp(int(sys.argv[2]))
+import test_train_run
+test_train_run.train_ddp(int(sys.argv[2]))
 """
 
 
@@ -391,6 +407,8 @@ def test_under_torchrun_its_own_restart_goes_on_exactly(jobs: Jobs, tmp_path: Pa
     environment = {
         **jobs.environment, "EVERSTEP_JOB": "job", "EVERSTEP_SNAPSHOT_EVERY": RARE,
         "EVERSTEP_FAULTS": fault("train.cut.copied", after=1, rank=1, once=once),
+        # pytorch#167288: else a restarted rank may read the dead one's address.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from everstep.core import exits
 from everstep.core.settings import Settings
@@ -93,6 +93,7 @@ class Run:
         self._boundary = Boundary(session, connection, settings, place)
         self._restorer = Restorer(session, connection, settings, place)
         self._open = True
+        self._pid = os.getpid()
         _here.count += 1
         _here.open.add(_key(settings))
         atexit.register(self.close)
@@ -106,8 +107,11 @@ class Run:
         """
         self._check_open()
         if not self._restored:
-            with self._fatal_errors():
-                self.step = self._restorer.restore()
+            try:
+                with self._boundary.before_the_first(), self._fatal_errors():
+                    self.step = self._restorer.restore()
+            except Preempted as stop:
+                self._leave(stop.exit_code, str(stop))
             self._boundary.start(self.step, durable=self._restorer.durable)
             self._restored = True
         return self.step
@@ -180,6 +184,8 @@ class Run:
         if not self._open:
             return
         self._open = False
+        if os.getpid() != self._pid:
+            return  # a forked child that ends: the connection and the rest are the parent's
         _here.open.discard(_key(self._settings))
         atexit.unregister(self.close)
         with ExitStack() as each:  # the last one first, and all of them
@@ -234,7 +240,7 @@ class Run:
             self._leave(exits.NOT_DURABLE, str(late))
         self._finished = True
 
-    def _leave(self, exit_code: int, why: str) -> None:
+    def _leave(self, exit_code: int, why: str) -> NoReturn:
         print(f"everstep: {why}", file=sys.stderr, flush=True)
         self.close()
         raise SystemExit(exit_code)
