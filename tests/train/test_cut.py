@@ -55,6 +55,7 @@ class Keeper:
         self.demotions: tuple[str, ...] = ()
         self.durable: list[str | None] = []
         self.away = 0
+        self.met = 1
         self.link = self
         self._slots: tuple[Slot, Slot] | None = None
 
@@ -100,6 +101,9 @@ class Keeper:
 
     def published_cut(self) -> tuple[int, int]:
         return self.cut
+
+    def keepers_met(self) -> int:
+        return self.met
 
     def published_slot(self, step: int) -> int | None:
         return step % 2 if self.cut[1] == step else None
@@ -317,6 +321,17 @@ def test_a_cut_that_was_learnt_of_too_late_is_skipped_once(rank: Rank) -> None:
     rank.keeper.cut = (2, 5)
     boundary.pass_step(5)
     assert [(d.step, d.sequence, d.persist) for d in rank.keeper.done] == [(5, 2, False)]
+    boundary.close()
+
+
+def test_the_first_cut_of_a_new_keeper_is_not_taken_for_the_old_ones(rank: Rank) -> None:
+    """Each keeper counts its cuts from 1."""
+    boundary = boundary_of(rank)
+    for met, step in ((1, 2), (2, 4)):
+        rank.keeper.met, rank.keeper.cut = met, (1, step)
+        boundary.pass_step(step - 1)
+        boundary.pass_step(step)
+    assert [d.step for d in rank.keeper.done] == [2, 4]
     boundary.close()
 
 
