@@ -280,10 +280,10 @@ class Worker:
 
     def checkpoint(self) -> int:
         """An explicit cut of the step at hand."""
-        index = self.link.ask_slot(self.step, timeout=DEADLINE)
-        assert index is not None, "no slot came free"
-        self.write(index, persist=True)
-        return index
+        grant = self.link.ask_slot(self.step, timeout=DEADLINE)
+        assert grant is not None, "no slot came free"
+        self.write(grant.slot, sequence=grant.sequence, persist=True)
+        return grant.slot
 
     def close(self, *, finished: bool = False) -> None:
         self.link.goodbye(finished=finished)

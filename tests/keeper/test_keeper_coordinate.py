@@ -39,6 +39,7 @@ class Rank:
     step: int = 0
     restored: bool = False
     writing: tuple[int, int] | None = None
+    sequence: int = 0
     waiting: str = ""
     outbox: deque[AnyFact] = field(default_factory=deque)
     voted: bool | None = None
@@ -53,10 +54,12 @@ class Jobs(RuleBasedStateMachine):
         self.attempt = 0
         self.ranks: list[Rank] = []
         self.slots: dict[tuple[int, int], Point | None] = {}
+        self.tries: dict[tuple[int, int], int] = {}
         self.readers: dict[tuple[int, int], int] = {}
         self.work: list[Command] = []
         self.cut: tuple[int, int, dict[int, int]] | None = None
         self.store: list[Point] = []
+        self.stored: dict[tuple[Point, int], set[int]] = {}
         self.indexes: set[tuple[Point, int]] = set()
         self.branches: dict[int, Point | None] = {}
         self.offer: tuple[str, Point | None] | None = None
@@ -101,7 +104,7 @@ class Jobs(RuleBasedStateMachine):
             return
         rank.step += 1
         if self.cut is not None and self.cut[1] == rank.step:
-            self._start_writing(r, self.cut[2][r])
+            self._start_writing(r, self.cut[2][r], self.cut[0])
 
     @rule(r=RANKS)
     def finish_writing(self, r: int) -> None:
@@ -109,8 +112,11 @@ class Jobs(RuleBasedStateMachine):
         if rank is None or rank.writing is None:
             return
         self.slots[rank.writing] = Point(rank.step, self.attempt)
+        self.tries[rank.writing] = rank.sequence
         index, rank.writing = rank.writing[1], None
-        rank.outbox.append(facts.CutMade(r, rank.step, index, "l", 0.001, 1, {}, False))
+        rank.outbox.append(
+            facts.CutMade(r, rank.step, index, "l", 0.001, 1, {}, False, rank.sequence)
+        )
 
     @rule(r=RANKS)
     def fail_to_write(self, r: int) -> None:
@@ -118,7 +124,7 @@ class Jobs(RuleBasedStateMachine):
         if rank is None or rank.writing is None:
             return
         rank.writing = None
-        rank.outbox.append(facts.CutMissed(r, rank.step, "the copy failed"))
+        rank.outbox.append(facts.CutMissed(r, rank.step, "the copy failed", rank.sequence))
 
     @rule(r=RANKS, timeout=st.sampled_from([0.0, 3.0, 1e6]))
     def ask_for_a_slot(self, r: int, timeout: float) -> None:
@@ -232,6 +238,10 @@ class Jobs(RuleBasedStateMachine):
 
     def _finish_persist(self, command: commands.Persist, ok: bool) -> None:
         assert self.slots[command.rank, command.index] == command.point, "read while written"
+        if ok:
+            self.stored.setdefault((command.point, command.rank), set()).add(
+                self.tries[command.rank, command.index]
+            )
         self._read_over(command.rank, command.index)
         if ok:
             self.indexes.add((command.point, command.rank))
@@ -245,6 +255,8 @@ class Jobs(RuleBasedStateMachine):
     def _finish_commit(self, command: commands.Commit, ok: bool) -> None:
         whole = all((command.point, r) in self.indexes for r in range(self.world))
         assert whole, "a commit before all parts are stored"
+        tries = [self.stored[command.point, r] for r in range(self.world)]
+        assert set.intersection(*tries), "parts of two tries are committed as one (S2)"
         if ok:
             self.store.append(command.point)
             self._tell(facts.Committed(command.point))
@@ -258,6 +270,7 @@ class Jobs(RuleBasedStateMachine):
                 command.attempt,
                 tuple(facts.Candidate(p, self.world) for p in lineage),
                 expected=bool(lineage),
+                branches=dict(self.branches),
             )
         )
 
@@ -321,7 +334,7 @@ class Jobs(RuleBasedStateMachine):
                 if rank.waiting == "slot":
                     rank.waiting = ""
                     if command.index >= 0:
-                        self._start_writing(command.rank, command.index)
+                        self._start_writing(command.rank, command.index, command.sequence)
             case commands.OfferTo():
                 self._offered(command)
             case commands.ElectTo():
@@ -341,6 +354,8 @@ class Jobs(RuleBasedStateMachine):
             assert command.point not in self.lost_forever, "offered off the lineage (S6)"
             for name in command.slots:
                 assert self.slots[name.rank, name.index] == command.point
+            tries = {self.tries[name.rank, name.index] for name in command.slots}
+            assert len(tries) == 1, "two tries are offered as one snapshot (S2)"
 
     def _elected(self, command: commands.ElectTo) -> None:
         choice = (command.source, command.point)
@@ -357,22 +372,24 @@ class Jobs(RuleBasedStateMachine):
                 p for p in known if p.step > rank.step and p.attempt < self.attempt
             }
 
-    def _start_writing(self, r: int, index: int) -> None:
+    def _start_writing(self, r: int, index: int, sequence: int) -> None:
         assert not self.readers.get((r, index)), "a slot that is read was handed out (R7)"
         newest = self._newest_complete()
         held = self.slots[r, index]
         assert held is None or held != newest, "the newest complete snapshot was given (R7)"
         self.slots[r, index] = None
-        self.ranks[r].writing = (r, index)
+        self.ranks[r].writing, self.ranks[r].sequence = (r, index), sequence
 
     def _newest_complete(self) -> Point | None:
-        points = {p for p in self.slots.values() if p is not None}
-        whole = [
-            p
-            for p in points
-            if all(any(self.slots[r, i] == p for i in range(2)) for r in range(self.world))
-        ]
-        return max(whole, default=None)
+        return max(self._whole(), default=None)
+
+    def _whole(self) -> set[Point]:
+        """Points that all ranks hold of one try."""
+        ranks: dict[tuple[Point, int], set[int]] = {}
+        for (r, i), point in self.slots.items():
+            if point is not None:
+                ranks.setdefault((point, self.tries[r, i]), set()).add(r)
+        return {point for (point, _), holders in ranks.items() if len(holders) == self.world}
 
     def _read(self, r: int, index: int) -> None:
         self.readers[r, index] = self.readers.get((r, index), 0) + 1
@@ -384,7 +401,7 @@ class Jobs(RuleBasedStateMachine):
         return tuple(
             Held(
                 r, i, self.slots[r, i], "l" if self.slots[r, i] else "", self.world,
-                busy=bool(self.readers.get((r, i))),
+                busy=bool(self.readers.get((r, i))), sequence=self.tries.get((r, i), 0),
             )
             for i in range(2)
         )  # fmt: skip
@@ -441,8 +458,10 @@ def _training(world: int = 1, *, every: int = 1) -> tuple[Coordinator, list[Comm
     return coordinator, out
 
 
-def _made(rank: int, step: int, index: int, *, persist: bool = False) -> facts.CutMade:
-    return facts.CutMade(rank, step, index, "l", 0.0, 1, {}, persist)
+def _made(
+    rank: int, step: int, index: int, sequence: int, *, persist: bool = False
+) -> facts.CutMade:
+    return facts.CutMade(rank, step, index, "l", 0.0, 1, {}, persist, sequence)
 
 
 def _published(out: list[Command]) -> commands.PublishCut:
@@ -468,9 +487,12 @@ def test_snapshot_off_the_lineage_is_forgotten_only_when_its_reader_is_done() ->
     coordinator, out = _training()
     cut = _published(out)
     (index,) = dict(cut.slots).values()
-    coordinator.handle(_made(0, cut.step, index, persist=True), 1.0)
+    coordinator.handle(_made(0, cut.step, index, cut.sequence, persist=True), 1.0)
     coordinator.handle(facts.Digested(0, 0, index), 1.0)
-    held = (Held(0, index, Point(cut.step, 1), "l", 1), Held(0, 1 - index, None, "", 0))
+    held = (
+        Held(0, index, Point(cut.step, 1), "l", 1, sequence=cut.sequence),
+        Held(0, 1 - index, None, "", 0),
+    )
     coordinator.handle(facts.RankGone(0, 0, held, False), 2.0)
     coordinator.handle(facts.Begun(2, ((0,),), "never", False, Policy(1, 1e9)), 3.0)
     coordinator.handle(facts.NodeJoined(0, held), 3.0)
@@ -492,13 +514,13 @@ def test_failing_checkpoint_gives_way_to_a_newer_snapshot() -> None:
     cut = _published(out)
     first = Point(cut.step, 1)
     index = dict(cut.slots)[0]
-    out = coordinator.handle(_made(0, cut.step, index, persist=True), 1.0)
+    out = coordinator.handle(_made(0, cut.step, index, cut.sequence, persist=True), 1.0)
     coordinator.handle(facts.Digested(0, 0, index), 1.0)
     assert commands.Persist(0, 0, index, first) in out
     out += coordinator.handle(facts.PersistFailed(0, 0, index, first, "EVS-205", "full"), 2.0)
     second = _published(out)
     other = dict(second.slots)[0]
-    coordinator.handle(_made(0, second.step, other), 2.5)
+    coordinator.handle(_made(0, second.step, other, second.sequence), 2.5)
     coordinator.handle(facts.Digested(0, 0, other), 2.5)
     out = coordinator.handle(facts.Tick(), 60.0)
     assert [c.point for c in out if isinstance(c, commands.Persist)] in (
@@ -514,7 +536,7 @@ def test_higher_claim_stops_all_writing_until_it_is_served() -> None:
     coordinator, out = _training()
     cut = _published(out)
     index = dict(cut.slots)[0]
-    coordinator.handle(_made(0, cut.step, index, persist=True), 1.0)
+    coordinator.handle(_made(0, cut.step, index, cut.sequence, persist=True), 1.0)
     coordinator.handle(facts.Digested(0, 0, index), 1.0)
     point = Point(cut.step, 1)
     coordinator.handle(

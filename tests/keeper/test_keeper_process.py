@@ -674,9 +674,10 @@ def test_two_hundred_snapshots_leak_nothing(place: Place) -> None:
         before = _resources(keeper.process.pid)
         for _ in range(200):
             worker.step += 1
-            index = worker.link.ask_slot(worker.step, timeout=DEADLINE)
-            assert index is not None
-            worker.write(index, persist=worker.step % 20 == 0)
+            grant = worker.link.ask_slot(worker.step, timeout=DEADLINE)
+            assert grant is not None
+            persist = worker.step % 20 == 0
+            worker.write(grant.slot, sequence=grant.sequence, persist=persist)
         worker.step += 1
         worker.checkpoint()
         assert worker.link.await_durable(worker.step, timeout=DEADLINE).durable

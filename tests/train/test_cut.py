@@ -23,6 +23,7 @@ from everstep.errors import (
     PendingGradients,
     StateMismatch,
 )
+from everstep.keeper.client import Grant
 from everstep.keeper.slot import PAGE, Geometry, Slot, create
 from everstep.keeper.wire import CutDone, Elected, SlotName
 from everstep.train import session as session_room
@@ -78,16 +79,16 @@ class Keeper:
             slot.close()
         self._slots = None
 
-    def ask_slot(self, step: int, _: float) -> int | None:
-        return step % 2
+    def ask_slot(self, step: int, _: float) -> Grant | None:
+        return Grant(step % 2, 7)
 
     def cut_done(self, done: CutDone) -> None:
         self.done.append(done)
 
-    def cut_skipped(self, step: int, reason: str) -> None:
+    def cut_skipped(self, step: int, reason: str, _: int) -> None:
         self.skipped.append((step, reason))
 
-    def cut_failed(self, step: int, failed: BaseException) -> None:
+    def cut_failed(self, step: int, failed: BaseException, _: int = 0) -> None:
         self.failed.append((step, str(failed)))
 
     def say(self, kind: str, *_: object, **__: object) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from everstep.core.events import Event
 from everstep.errors import EverstepError, KeeperError
@@ -66,6 +66,13 @@ def error_of(refused: Refused) -> EverstepError:
         if kind.code == refused.code:
             return kind(refused.what, hint=refused.hint)
     return KeeperError(refused.what, hint=refused.hint)
+
+
+class Grant(NamedTuple):
+    """The index of a slot for a cut that the worker asked for, and the number to cut it under."""
+
+    slot: int
+    sequence: int
 
 
 class Offered:
@@ -190,7 +197,7 @@ class WorkerLink:
         assert self._slots is not None
         return self._slots
 
-    def ask_slot(self, step: int, *, timeout: float) -> int | None:
+    def ask_slot(self, step: int, *, timeout: float) -> Grant | None:
         """The slot for a cut at ``step`` that the worker itself wants, or None where none came
         free within ``timeout`` s or the keeper is away. Never raises (R3)."""
         try:
@@ -198,16 +205,16 @@ class WorkerLink:
         except KeeperError:
             return None
         assert isinstance(answer, SlotGranted)
-        return answer.index if answer.index >= 0 else None
+        return Grant(answer.index, answer.sequence) if answer.index >= 0 else None
 
     def cut_done(self, done: CutDone) -> bool:
         """Tell of a committed snapshot. False where the keeper is away: the next one reads the
         slot's own header, so nothing is lost but the comparison of replicas."""
         return self._say(done)
 
-    def cut_skipped(self, step: int, reason: str) -> bool:
-        """Tell that a cut was missed or has failed."""
-        return self._say(CutSkipped(step, reason))
+    def cut_skipped(self, step: int, reason: str, *, sequence: int = 0) -> bool:
+        """Tell that a cut was missed or has failed; ``sequence`` is that of the cut, if known."""
+        return self._say(CutSkipped(step, reason, sequence))
 
     def await_durable(self, step: int, *, timeout: float) -> DurableResult:
         """Wait until the checkpoint of ``step`` is committed. Never raises (R3): a keeper that

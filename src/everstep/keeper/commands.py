@@ -96,10 +96,11 @@ class WriteBranch(Command, frozen=True):
 
 
 class GrantSlot(Command, frozen=True):
-    """``index`` -1: none came free in time."""
+    """``index`` -1: none came free in time. ``sequence`` is the number of the try."""
 
     rank: int
     index: int
+    sequence: int = 0
 
 
 class AnswerDurable(Command, frozen=True):

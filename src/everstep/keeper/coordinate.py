@@ -58,7 +58,7 @@ class Coordinator:
         self.durable = Durable(self.at)
         self.cuts = Cuts(self.at, self.durable.completed, self.durable.lost)
         self.election = Election(self.at, self._elected)
-        self.stop = Stop(self.at, self._stopping)
+        self.stop = Stop(self.at, self._stopping, self._stop_failed)
 
     def handle(self, fact: AnyFact, now: float) -> list[Command]:
         """The commands that ``fact`` at ``now`` (seconds of one monotonic clock) leads to, in the
@@ -102,6 +102,7 @@ class Coordinator:
 
     def _begin(self, fact: Begun) -> None:
         at = self.at
+        fresh = fact.attempt != at.attempt
         at.joined &= {0}
         at.table.only_node(0)
         for node in range(1, len(fact.ranks_of_node)):
@@ -111,13 +112,13 @@ class Coordinator:
         }
         at.attempt, at.resume, at.expected = fact.attempt, fact.resume, fact.expected
         at.policy, at.began, at.start = fact.policy, at.now, 0
-        at.elected = at.branched = False
-        at.registered, at.finished = set(), set()
+        at.elected, at.origin = False, None
+        at.registered, at.finished, at.gone = set(), set(), set()
         for rank in at.table.home:
             at.table.resolve(rank)
         self.cuts.begin()
         self.durable.begin()
-        self.stop.begin()
+        self.stop.begin(fresh=fresh)
         self.election.begin()
 
     def _take_presence(
@@ -136,6 +137,7 @@ class Coordinator:
             case Registered():
                 if fact.rank in at.table.home:
                     at.registered.add(fact.rank)
+                    at.gone.discard(fact.rank)
                     at.table.resolve(fact.rank)
             case SlotsSeen():
                 at.table.see(fact.node, fact.rank, fact.slots)
@@ -143,6 +145,8 @@ class Coordinator:
                 at.table.see(fact.node, fact.rank, fact.slots)
                 if fact.finished:
                     self._rank_finished(fact.rank)
+                elif fact.rank in at.table.home:
+                    at.gone.add(fact.rank)
                 self._rank_gone(fact.rank)
 
     def _rank_gone(self, rank: int) -> None:
@@ -184,11 +188,15 @@ class Coordinator:
         known = [b for b in fact.ranks if b.rank in self.at.table.home]
         self.cuts.boundaries_seen(Boundaries(tuple(known), fact.drained))
         if known:
-            self.election.training_seen()
+            self.election.training_seen({boundary.rank for boundary in known})
 
     def _stopping(self) -> None:
         self.cuts.stopping = True
-        self.cuts.drop("all ranks are to stop")
+        self.cuts.drop("all ranks are to stop", level="debug")
+
+    def _stop_failed(self) -> None:
+        self.cuts.hopeless = self.stop.step == 0
+        self.durable.want_newest()
 
     # -- restore
 
@@ -219,13 +227,9 @@ class Coordinator:
             self.durable.last_began = at.now
         if choice.point is None and choice.source != "fresh":
             return
-        self.durable.off_lineage(choice.point)
+        self.durable.off_lineage()
         for key, entry in list(at.table.entries.items()):
-            mine = entry.point is not None and entry.point.attempt == at.attempt
-            beyond = choice.point is None or (
-                entry.point is not None and entry.point.step > choice.point.step
-            )
-            if entry.point is not None and beyond and not mine:
+            if entry.point is not None and at.beyond(entry.point):
                 at.forget(key)
         self.cuts.settle()  # the first cut is published before a rank can run past it
 

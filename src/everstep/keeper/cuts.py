@@ -1,6 +1,6 @@
 """Which cuts are taken, into which slots, and whether they are complete (R2, R7, R8).
 
-Owns: the outstanding published cut, the slots that workers ask for, what came of each cut.
+Owns: the outstanding published cut, the slots that workers ask for, what came of each try.
 Never does: I/O; persist (durable does). Called by: coordinate.
 """
 
@@ -23,9 +23,7 @@ from everstep.keeper.commands import (
 from everstep.keeper.facts import Boundaries, Boundary, CutMade, CutMissed, SlotAsked
 from everstep.keeper.situation import Situation
 from everstep.keeper.table import Complete, Key
-
-KEPT_STEPS = 8
-"""Cuts in the making that are remembered; explicit cuts of some ranks alone must not pile up."""
+from everstep.keeper.tries import KEPT_TRIES, Tries, Try
 
 STRAGGLER_SECONDS = 60.0
 """How long after the first rank's cut the others may take, besides ten steps."""
@@ -48,26 +46,25 @@ class Outstanding:
 class _Ask:
     step: int
     deadline: float
+    sequence: int
 
 
 @dataclass
 class Cuts:
-    """``made`` holds the cuts in the making: what each rank said that has cut, by step.
+    """``completed`` is called with each complete snapshot and whether a checkpoint of it was asked
+    for; ``lost`` with the step of each cut that was dropped, why, and whose cut it was.
 
-    ``completed`` is called with each complete snapshot and whether a checkpoint of it was asked
-    for; ``lost`` with the step of each cut that was dropped, and why."""
+    ``hopeless`` says that no cut of all ranks will come any more: nobody is given a slot."""
 
     at: Situation
     completed: Callable[[Complete, bool], None]
-    lost: Callable[[int, str], None]
+    lost: Callable[[int, str, set[int]], None]
     outstanding: Outstanding | None = None
     stopping: bool = False
-    made: dict[int, dict[int, CutMade]] = field(default_factory=dict)
-    first_made: dict[int, float] = field(default_factory=dict)
-    dropped: dict[int, None] = field(default_factory=dict)
+    hopeless: bool = False
+    tries: Tries = field(default_factory=Tries)
     asks: dict[int, _Ask] = field(default_factory=dict)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
-    sequence: int = 0
     last_cut: int = 0
     step_seconds: float = 0.0
     cut_seconds: float = 0.0
@@ -77,42 +74,53 @@ class Cuts:
     def begin(self) -> None:
         """A new attempt: nothing is published, nobody has asked."""
         self.outstanding = None
-        self.stopping = False
-        self.made, self.first_made, self.dropped = {}, {}, {}
+        self.stopping = self.hopeless = False
+        self.tries.begin(self.at.now)
         self.asks, self.boundaries = {}, {}
 
     # -- facts
 
     def cut_made(self, fact: CutMade) -> None:
         key = self.at.table.key(fact.rank, fact.index)
-        self.at.table.put(key, self.at.point(fact.step), fact.layout, self.at.world)
-        if fact.step in self.dropped:
+        point = self.at.point(fact.step)
+        self.at.table.put(key, point, fact.layout, self.at.world, fact.sequence)
+        one = self.tries.take(fact, self.at.now)
+        if one is None:
             self.at.forget(key)
             return
-        self._remember(fact)
-        self._judge(fact.step)
+        self._judge(one)
+        for old in self.tries.making[:-KEPT_TRIES]:
+            self._lose(old, "too many cuts are in the making")
 
     def cut_missed(self, fact: CutMissed) -> None:
         # Reservations of later cuts stay: the rank may already be in one of them.
         self.at.table.resolve_before(fact.rank, fact.step + 1)
-        cut = self.outstanding
-        if cut is not None and cut.step == fact.step:
+        one = self.tries.missed(fact.rank, fact.step, fact.sequence)
+        if one is None:
+            return
+        why = f"rank {fact.rank} skipped it: {fact.reason}"
+        if self._is_out(one):
             self._late()
-            self.drop(f"rank {fact.rank} skipped it: {fact.reason}", rank=fact.rank)
-        elif fact.step in self.made:
-            self._lose(fact.step, f"rank {fact.rank} skipped it: {fact.reason}", rank=fact.rank)
+            self.drop(why, rank=fact.rank)
+        else:
+            self._lose(one, why, rank=fact.rank)
 
     def slot_asked(self, fact: SlotAsked) -> None:
         """The rank waits at a boundary, so it writes no slot."""
         cut = self.outstanding
         self.at.table.resolve(fact.rank)
-        if cut is not None and fact.rank not in self.made.get(cut.step, {}):
+        if self.hopeless:
+            self._grant(fact.rank, None, 0)
+            return
+        if cut is not None and fact.rank not in self.tries.live[cut.sequence].cuts:
             if cut.step == fact.step:
-                self.at.table.reserve(self.at.table.key(fact.rank, cut.slots[fact.rank]), fact.step)
-                self.at.say(GrantSlot(self.at.node_of(fact.rank), fact.rank, cut.slots[fact.rank]))
+                self._reserve(fact.rank, cut.slots[fact.rank], fact.step)
+                self._grant(fact.rank, cut.slots[fact.rank], cut.sequence)
                 return
-            self.drop(f"rank {fact.rank} cuts at step {fact.step} instead", rank=fact.rank)
-        self.asks[fact.rank] = _Ask(fact.step, self.at.now + fact.timeout)
+            why = f"rank {fact.rank} cuts at step {fact.step} instead"
+            self.drop(why, rank=fact.rank, level="debug")
+        one = self.tries.join(fact.rank, fact.step)
+        self.asks[fact.rank] = _Ask(fact.step, self.at.now + fact.timeout, one.sequence)
 
     def boundaries_seen(self, fact: Boundaries) -> None:
         for boundary in fact.ranks:
@@ -126,14 +134,16 @@ class Cuts:
         self.asks.pop(rank, None)
         self.boundaries.pop(rank, None)
         self.at.table.resolve(rank)
+        for key, entry in list(self.at.table.of_rank(rank)):
+            if entry.sequence in self.tries.dropped:
+                self.at.forget(key)
         # It may have committed its slot and died before it could say so.
-        for step in list(self.made):
-            self._judge(step)
-        cut = self.outstanding
-        if cut is not None and rank not in self.made.get(cut.step, {}):
-            self.drop(f"rank {rank} is gone", rank=rank)
-        for step in [s for s, cuts in self.made.items() if rank not in cuts]:
-            self._lose(step, f"rank {rank} is gone", rank=rank, level="info")
+        for one in list(self.tries.live.values()):
+            self._judge(one)
+        level: Level = "debug" if self.stopping or rank in self.at.finished else "info"
+        self.drop(f"rank {rank} is gone", rank=rank, level=level, unless_cut_by=rank)
+        for one in [t for t in self.tries.live.values() if rank not in t.cuts]:
+            self._lose(one, f"rank {rank} is gone", rank=rank, level=level)
 
     def settle(self) -> None:
         """Called after each fact: grant what is free, publish what is due, drop what hangs."""
@@ -151,20 +161,20 @@ class Cuts:
 
     def _publish(self) -> None:
         at = self.at
-        waiting = self.outstanding or self.stopping or self.asks or self.made
+        waiting = self.outstanding or self.stopping or self.asks or self.tries.making
         if waiting or not (at.elected and at.assembled):
             return
         slots = {rank: at.table.free(rank) for rank in at.table.home}
         free = {rank: index for rank, index in slots.items() if index is not None}
         if len(free) < at.world:
             return
-        self.sequence += 1
-        self.outstanding = Outstanding(self.sequence, self._next_step(), free)
+        one = self.tries.open(self._next_step(), published=True)
+        self.outstanding = Outstanding(one.sequence, one.step, free)
         for rank, index in free.items():
-            at.table.reserve(at.table.key(rank, index), self.outstanding.step)
+            self._reserve(rank, index, one.step)
         for node in at.nodes:
             mine = tuple((r, i) for r, i in sorted(free.items()) if at.node_of(r) == node)
-            at.say(PublishCut(node, self.sequence, self.outstanding.step, mine))
+            at.say(PublishCut(node, one.sequence, one.step, mine))
 
     def _next_step(self) -> int:
         lag = self.lag or (REMOTE_LAG if len(self.at.nodes) > 1 else LOCAL_LAG)
@@ -182,13 +192,20 @@ class Cuts:
                 continue
             del self.asks[rank]
             if index is not None:
-                self.at.table.reserve(self.at.table.key(rank, index), ask.step)
-            self.at.say(GrantSlot(self.at.node_of(rank), rank, -1 if index is None else index))
+                self._reserve(rank, index, ask.step)
+            self._grant(rank, index, ask.sequence)
+
+    def _reserve(self, rank: int, index: int, step: int) -> None:
+        self.at.table.reserve(self.at.table.key(rank, index), step)
+
+    def _grant(self, rank: int, index: int | None, sequence: int) -> None:
+        given = -1 if index is None else index
+        self.at.say(GrantSlot(self.at.node_of(rank), rank, given, sequence))
 
     def _free_for(self, rank: int, step: int) -> int | None:
         """A slot for a cut that the rank asked for. One that holds a cut in the making is given
         only where there is no other, and that cut is lost."""
-        for older in sorted(s for s, cuts in self.made.items() if s < step and rank in cuts):
+        for older in [t for t in self.tries.making if t.step < step and rank in t.cuts]:
             index = self.at.table.free(rank, kept=self._pending())
             if index is not None:
                 return index
@@ -196,40 +213,31 @@ class Cuts:
         return self.at.table.free(rank, kept=self._pending())
 
     def _pending(self) -> set[Point]:
-        return {self.at.point(step) for step in self.made}
+        return {self.at.point(one.step) for one in self.tries.making}
 
     # -- completeness
 
-    def _remember(self, fact: CutMade) -> None:
-        self.made.setdefault(fact.step, {})[fact.rank] = fact
-        self.first_made.setdefault(fact.step, self.at.now)
-        for step in sorted(self.made)[:-KEPT_STEPS]:
-            self._lose(step, "too many cuts are in the making")
-
-    def _judge(self, step: int) -> None:
+    def _judge(self, one: Try) -> None:
         """Complete, or held by all and yet not one snapshot (R2, R8), or still in the making."""
-        point = self.at.point(step)
-        held = self.at.table.holding(point)
-        if len(held) < self.at.world:
+        point = self.at.point(one.step)
+        if len(self.at.table.holding(point, one.sequence)) < self.at.world:
             return
-        complete = self.at.table.complete(point)
-        cuts = self.made.get(step, {})
+        complete = self.at.table.complete(point, one.sequence)
         if complete is None:
-            self._lose(step, "the ranks disagree about the layout of the state")
+            self._lose(one, "the ranks disagree about the layout of the state")
             return
-        differing = _differing(cuts)
+        differing = _differing(one.cuts)
         if differing:
-            self._demote(step, differing)
-            self._lose(step, "replicated tensors differ between ranks")
+            self._demote(one.step, differing)
+            self._lose(one, "replicated tensors differ between ranks")
             return
-        self._complete(complete, cuts)
+        self._complete(complete, one)
 
-    def _complete(self, snapshot: Complete, cuts: dict[int, CutMade]) -> None:
-        step = snapshot.point.step
-        if self.outstanding is not None and self.outstanding.step <= step:
+    def _complete(self, snapshot: Complete, one: Try) -> None:
+        step, cuts = one.step, one.cuts
+        self.tries.complete(one)
+        if self.outstanding is not None and self.outstanding.sequence not in self.tries.live:
             self.outstanding = None
-        for older in [s for s in self.made if s <= step]:
-            self._decided(older)
         self.last_cut = step
         seconds = max((cut.seconds for cut in cuts.values()), default=0.0)
         if seconds > 0:
@@ -259,52 +267,58 @@ class Cuts:
 
     # -- dropping
 
-    def drop(self, why: str, *, rank: int | None = None, level: Level = "info") -> None:
+    def drop(
+        self,
+        why: str,
+        *,
+        rank: int | None = None,
+        level: Level = "info",
+        unless_cut_by: int | None = None,
+    ) -> None:
         """Take the outstanding cut back; training goes on. Ranks that may be writing their slot
         at this moment keep it until they speak or have gone on."""
         cut = self.outstanding
         if cut is None:
             return
+        one = self.tries.live[cut.sequence]
+        if unless_cut_by in one.cuts:
+            return
         self.outstanding = None
         for node in self.at.nodes:
             self.at.say(ClearCut(node))
-        self._lose(cut.step, why, rank=rank, level=level)
+        self._lose(one, why, rank=rank, level=level)
+
+    def _is_out(self, one: Try) -> bool:
+        return self.outstanding is not None and self.outstanding.sequence == one.sequence
 
     def _lose(
-        self, step: int, why: str, *, rank: int | None = None, level: Level = "warning"
+        self, one: Try, why: str, *, rank: int | None = None, level: Level = "warning"
     ) -> None:
-        if self.outstanding is not None and self.outstanding.step == step:
+        if self._is_out(one):
             self.outstanding = None
-        self.dropped[step] = None
-        for old in list(self.dropped)[:-KEPT_STEPS]:
-            del self.dropped[old]
-        point = self.at.point(step)
+        self.tries.drop(one)
+        point = self.at.point(one.step)
         for key, entry in list(self.at.table.entries.items()):
-            if entry.point == point:
+            if entry.point == point and entry.sequence == one.sequence:
                 self.at.forget(key)
-        self._decided(step)
-        self.at.tell(
-            "cut.dropped", f"the cut at step {step} is dropped: {why}",
-            level=level, rank=rank, step=step, reason=why,
-        )  # fmt: skip
-        self.lost(step, why)
+        if one.published or one.cuts:  # else nobody has begun it
+            self.at.tell(
+                "cut.dropped", f"the cut at step {one.step} is dropped: {why}",
+                level=level, rank=rank, step=one.step, reason=why,
+            )  # fmt: skip
+        self.lost(one.step, why, {r for r in one.cuts if not self.tries.others_of(r, one)})
 
     def _passed(self, boundary: Boundary) -> None:
         """The rank has finished a step: cuts of earlier steps that it did not take are missed."""
         self.at.table.resolve_before(boundary.rank, boundary.step)
-        cut = self.outstanding
-        if cut is not None and self._missed(cut.step, boundary):
-            self._late()
-            self.drop(f"rank {boundary.rank} learnt of it too late", rank=boundary.rank)
-        for step in [s for s in self.made if self._missed(s, boundary)]:
-            self._lose(step, f"rank {boundary.rank} did not take it", rank=boundary.rank)
-
-    def _missed(self, step: int, boundary: Boundary) -> bool:
-        return boundary.step > step and boundary.rank not in self.made.get(step, {})
-
-    def _decided(self, step: int) -> None:
-        self.made.pop(step, None)
-        self.first_made.pop(step, None)
+        for one in list(self.tries.live.values()):
+            if boundary.step <= one.step or boundary.rank in one.cuts:
+                continue
+            if self._is_out(one):
+                self._late()
+                self.drop(f"rank {boundary.rank} learnt of it too late", rank=boundary.rank)
+            else:
+                self._lose(one, f"rank {boundary.rank} did not take it", rank=boundary.rank)
 
     def _late(self) -> None:
         lag = self.lag or (REMOTE_LAG if len(self.at.nodes) > 1 else LOCAL_LAG)
@@ -312,14 +326,15 @@ class Cuts:
 
     def _straggling(self) -> None:
         allowed = STRAGGLER_SECONDS + 10 * self.step_seconds
-        for step, since in list(self.first_made.items()):
-            if self.at.now - since > allowed:
-                missing = sorted(set(self.at.table.home) - set(self.made[step]))
-                why = f"ranks {missing} did not cut within {allowed:.0f} s"
-                if self.outstanding is not None and self.outstanding.step == step:
-                    self.drop(why, level="warning")
-                else:
-                    self._lose(step, why)
+        for one in self.tries.making:
+            if one.since is None or self.at.now - one.since <= allowed:
+                continue
+            missing = sorted(set(self.at.table.home) - set(one.cuts))
+            why = f"ranks {missing} did not cut within {allowed:.0f} s"
+            if self._is_out(one):
+                self.drop(why, level="warning")
+            else:
+                self._lose(one, why)
 
     def _drop_replaced(self) -> None:
         for (node, rank), indexes in self.at.table.replaced().items():

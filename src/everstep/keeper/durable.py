@@ -40,6 +40,7 @@ class Persisting:
     point: Point
     world: int
     slots: dict[int, Key]
+    sequence: int
     began: float
     running: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
@@ -69,6 +70,7 @@ class Durable:
     commits: dict[Point, None] = field(default_factory=dict)
     last_began: float | None = None
     last_failure: str = ""
+    last_lost: str = ""
     fenced: bool = False
     deserted_at: float | None = None
 
@@ -79,35 +81,47 @@ class Durable:
         if self.fenced:
             # A higher claim stopped us, and now we serve it.
             self.fenced = False
-            self._want_newest()
+            self.want_newest()
 
     # -- facts
 
     def completed(self, snapshot: Complete, asked: bool) -> None:
         """A snapshot is complete on all ranks; for the second time where it was cut twice."""
         if snapshot.point in self.commits:
-            self._answer(snapshot.point.step, durable=True)
+            self._answer(snapshot.point, durable=True)
             return
         if self.current is not None and self.current.point == snapshot.point:
             return
         due = checkpoint_due(self.at.policy, now=self.at.now, last_persist_began=self.last_began)
-        step = snapshot.point.step
-        if asked or due or any(wait.step == step for wait in self.waits.values()):
+        if asked or due or self._awaited(snapshot.point):
             self.wanted = snapshot.point
 
     def durable_asked(self, fact: DurableAsked) -> None:
-        self.waits[fact.rank] = _Wait(fact.step, self.at.now + fact.timeout)
-        if any(point.step == fact.step and self._ours(point) for point in self.commits):
-            self._answer(fact.step, durable=True)
+        points = self._points(fact.step)
+        if any(point in self.commits for point in points):
+            self._reply(fact.rank, True, "")
             return
-        point = self.at.point(fact.step)
-        in_hand = self.current is not None and self.current.point == point
-        if not in_hand and self.at.table.complete(point) is not None:
-            self.wanted = point
+        self.waits[fact.rank] = _Wait(fact.step, self.at.now + fact.timeout)
+        work = self.current
+        if work is not None and work.point in points and not work.abandoned:
+            return
+        for point in points:
+            if self.at.table.complete(point) is not None:
+                self.wanted = point
+                return
+        if not any(self.at.table.holds(fact.rank, point) for point in points):
+            # Its cut was dropped before it could ask.
+            del self.waits[fact.rank]
+            why = self.last_lost or f"rank {fact.rank} holds no cut of step {fact.step}"
+            self._reply(fact.rank, False, why)
 
-    def lost(self, step: int, why: str) -> None:
-        """The cut of ``step`` was dropped."""
-        self._answer(step, durable=False, reason=f"the cut at step {step} was dropped: {why}")
+    def lost(self, step: int, why: str, ranks: set[int]) -> None:
+        """A cut of ``step`` was dropped, which ``ranks`` had taken."""
+        self.last_lost = f"the cut at step {step} was dropped: {why}"
+        for rank in ranks:
+            if rank in self.waits and self.waits[rank].step == step:
+                del self.waits[rank]
+                self._reply(rank, False, self.last_lost)
 
     def persisted(self, fact: RankPersisted) -> None:
         key = Key(fact.node, fact.rank, fact.index)
@@ -136,7 +150,8 @@ class Durable:
 
     def committed(self, fact: Committed) -> None:
         work = self.current
-        self.commits[fact.point] = None
+        if not (self.at.elected and self.at.beyond(fact.point)):
+            self.commits[fact.point] = None
         for old in list(self.commits)[:-KEPT_COMMITS]:
             del self.commits[old]
         if work is None or work.point != fact.point:
@@ -147,7 +162,7 @@ class Durable:
             step=fact.point.step, seconds=self.at.now - work.began, bytes=work.nbytes,
             attempt=fact.point.attempt,
         )  # fmt: skip
-        self._answer(fact.point.step, durable=True)
+        self._answer(fact.point, durable=True)
 
     def commit_failed(self, fact: CommitFailed) -> None:
         work = self.current
@@ -169,21 +184,22 @@ class Durable:
                 work.waiting.add(rank)
                 work.retry_at = self.at.now + FIRST_RETRY
 
-    def off_lineage(self, newest: Point | None) -> None:
-        """The job went on from ``newest``: what lies beyond it is of no use any more."""
+    def off_lineage(self) -> None:
+        """The job has been elected: what it left behind is of no use any more (S6)."""
         work = self.current
-        beyond = newest is None or (work is not None and work.point > newest)
-        if work is not None and beyond:
+        if work is not None and self.at.beyond(work.point):
             work.abandoned = True
             self._abandoned(work)
-        if self.wanted is not None and (newest is None or self.wanted > newest):
+        if self.wanted is not None and self.at.beyond(self.wanted):
             self.wanted = None
+        for point in [p for p in self.commits if self.at.beyond(p)]:
+            del self.commits[point]
 
     def desert(self) -> None:
         """Nobody is attached any more, or will be: the newest snapshot is all there will be."""
         if self.deserted_at is None:
             self.deserted_at = self.at.now
-        self._want_newest()
+        self.want_newest()
 
     def fence(self, what: str) -> None:
         """Another runs the job: whatever is being written is not committed."""
@@ -221,18 +237,19 @@ class Durable:
     # -- one checkpoint
 
     def _start(self) -> None:
-        if self.current is not None or self.wanted is None or self.fenced or not self.at.branched:
+        if self.current is not None or self.wanted is None or self.fenced:
             return
-        snapshot = self.at.table.complete(self.wanted)
-        if snapshot is None:
-            newest = self.at.table.newest()
+        snapshot = self.at.table.complete(self.wanted) or self.at.table.newest()
+        if snapshot is None or snapshot.point in self.commits:
             self.wanted = None
-            if newest is None or newest.point in self.commits:
-                return
-            snapshot = newest
+            return
+        if snapshot.point.attempt not in self.at.branches:
+            return  # the branch of the snapshot's own attempt comes first (S6)
         self.wanted = None
         self.last_began = self.at.now
-        self.current = Persisting(snapshot.point, self.at.world, dict(snapshot.slots), self.at.now)
+        self.current = Persisting(
+            snapshot.point, self.at.world, dict(snapshot.slots), snapshot.sequence, self.at.now
+        )
         self._write(self.current, set(snapshot.slots))
 
     def _write(self, work: Persisting, ranks: set[int]) -> None:
@@ -266,7 +283,7 @@ class Durable:
             return
         ranks, work.waiting = work.waiting, set()
         for rank in ranks:
-            key = self.at.table.anywhere(rank, work.point)
+            key = self.at.table.anywhere(rank, work.point, work.sequence)
             if key is None:
                 self._give_up(work, "its memory was needed for a newer snapshot")
                 return
@@ -275,16 +292,18 @@ class Durable:
 
     def _supersede(self, work: Persisting) -> None:
         newest = self.at.table.newest()
-        awaited = any(wait.step == work.point.step for wait in self.waits.values())
-        if work.idle and newest is not None and newest.point > work.point and not awaited:
+        newer = newest is not None and newest.point > work.point
+        if newest is not None and newer and work.idle and not self._awaited(work.point):
             self._give_up(work, f"the snapshot of step {newest.point.step} takes its place")
 
     def _give_up(self, work: Persisting, why: str) -> None:
         work.abandoned = True
         newest = self.at.table.newest()
-        if newest is not None and newest.point > work.point:
+        again = newest is not None and newest.point == work.point
+        if newest is not None and (again or newest.point > work.point):
             self.wanted = newest.point
-        self._answer(work.point.step, durable=False, reason=f"{why} ({self.last_failure})")
+        if not again:  # else the same step was cut once more, and that one is stored now
+            self._answer(work.point, durable=False, reason=f"{why} ({self.last_failure})")
         self._abandoned(work)
 
     def _abandoned(self, work: Persisting) -> None:
@@ -296,7 +315,8 @@ class Durable:
                 level="warning", step=work.point.step, reason=self.last_failure,
             )  # fmt: skip
 
-    def _want_newest(self) -> None:
+    def want_newest(self) -> None:
+        """Make the newest snapshot durable, whatever the cadence says."""
         newest = self.at.table.newest()
         if newest is None or newest.point in self.commits or self.fenced:
             return
@@ -309,12 +329,19 @@ class Durable:
 
     # -- those who wait
 
-    def _ours(self, point: Point) -> bool:
-        return point.attempt == self.at.attempt or point.step <= self.at.start
+    def _points(self, step: int) -> list[Point]:
+        """What a rank of this attempt means by ``step``: its own cut of it, or the very point
+        that it went on from. Another attempt's point of that step is another state."""
+        origin = self.at.origin
+        went_on = [origin] if origin is not None and origin.step == step else []
+        return [self.at.point(step), *went_on]
 
-    def _answer(self, step: int, *, durable: bool, reason: str = "") -> None:
+    def _awaited(self, point: Point) -> bool:
+        return any(point in self._points(wait.step) for wait in self.waits.values())
+
+    def _answer(self, point: Point, *, durable: bool, reason: str = "") -> None:
         for rank, wait in list(self.waits.items()):
-            if wait.step == step:
+            if point in self._points(wait.step):
                 del self.waits[rank]
                 self._reply(rank, durable, reason)
 

@@ -26,6 +26,7 @@ from everstep.keeper.facts import BranchWritten, MemoryChecked, OfferAsked, Stor
 from everstep.keeper.situation import Situation
 from everstep.keeper.table import Complete
 from everstep.keeper.wire import SlotName
+from everstep.store.lineage import on_lineage
 
 STORE_RETRIES = 5
 STORE_RETRY_SECONDS = 1.0
@@ -95,14 +96,12 @@ class Election:
             self.read_at = self.at.now + STORE_RETRY_SECONDS
             return
         self.store = fact
+        self.at.branches.update(fact.branches)
         for what in fact.damaged:
             self.at.tell("checkpoint.damaged", what, level="warning")
         if fact.branched and self.elected is None:
-            self.elected = Choice(fact.branch_source, fact.branch)
-            self.at.branched = True
-            self._settle(self.elected, announce=False)
-            for rank in sorted(self.asked):
-                self._serve_single(rank)  # it asked before this keeper knew of the election
+            self.at.branches[fact.attempt] = fact.branch
+            self._learn(Choice(fact.branch_source, fact.branch))
 
     def offer_asked(self, fact: OfferAsked) -> None:
         at = self.at
@@ -130,7 +129,7 @@ class Election:
             return
         bad = [vote for _, vote in sorted(self.votes.items()) if not vote.ok]
         if bad:
-            self._reject("; ".join(f"rank {vote.rank}: {vote.reason}" for vote in bad))
+            self._reject("; ".join(_reason(vote) for vote in bad))
         else:
             self.branching = True
             self._write_branch()
@@ -157,7 +156,7 @@ class Election:
         if not self.branching or fact.attempt != self.at.attempt or self.offer is None:
             return
         if not fact.error:
-            self.at.branched = True
+            self.at.branches[fact.attempt] = self.offer.point
             self._settle(self.offer)
         elif not fact.retryable:
             self.branching = False
@@ -175,17 +174,23 @@ class Election:
         if not self.offered:
             self.asked.discard(rank)
 
-    def training_seen(self) -> None:
-        """The workers train already: an attempt whose election this keeper has not seen."""
-        if self.elected is None and not self.asked and self.store is not None:
-            self.elected = Choice("memory", None)
+    def training_seen(self, ranks: set[int]) -> None:
+        """These ranks train already: an attempt whose election this keeper has not seen."""
+        if self.elected is None and self.store is not None and ranks - self.asked:
             self.at.tell(
                 "restore.unknown",
                 "the workers train and the store has no branch of this attempt: snapshots go on "
                 "in memory, checkpoints begin again with the next attempt.",
                 level="error",
             )
-            self._settle(self.elected, announce=False)
+            self._learn(Choice("memory", None))
+
+    def _learn(self, choice: Choice) -> None:
+        """An election that an earlier keeper held; ranks that asked before that was known here
+        are served, or refused, one by one."""
+        self._settle(choice, announce=False)
+        for rank in sorted(self.asked):
+            self._serve_single(rank)
 
     def settle(self) -> None:
         """Called after each fact."""
@@ -207,6 +212,7 @@ class Election:
 
     def _next(self) -> None:
         """Choose the next candidate, or refuse where none is left."""
+        self._forget_strays()
         changed = self._world_changed()
         if changed:
             self._refuse_all(WorldChanged.code, changed, _WORLD_HINT)
@@ -234,7 +240,7 @@ class Election:
         if self.store.error:
             self._refuse_all(self.store.error_code, self.store.error)
             return None
-        held = any(entry.point for entry in self.at.table.entries.values())
+        held = any(entry.point and not entry.doomed for entry in self.at.table.entries.values())
         required = self.at.resume == "require" or self.at.expected
         return self._fresh_or_refuse(
             expected=required or self.store.expected or held or bool(self.tried)
@@ -292,6 +298,29 @@ class Election:
 
     # -- memory
 
+    def _forget_strays(self) -> None:
+        """What the memory holds of a life that the job went on without, here or elsewhere, is no
+        state of the job (S6). A later attempt than all that are known is none: nothing has gone
+        on without it, its branch just could not be written yet."""
+        known = dict(self.at.branches)
+        for owed in self.owed:
+            known.setdefault(owed.attempt, owed.choice.point)
+        strays = set()
+        for key, entry in list(self.at.table.entries.items()):
+            point = entry.point
+            if point is None or point.attempt > max(known, default=0) or entry.doomed:
+                continue
+            if not on_lineage(known, [point]):
+                strays.add(point)
+                self.at.forget(key)
+        for point in sorted(strays):
+            self.at.tell(
+                "memory.off_lineage",
+                f"the snapshot of step {point.step} of attempt {point.attempt} in memory is not "
+                "used: the job went on without it.",
+                step=point.step, attempt=point.attempt,
+            )  # fmt: skip
+
     def _check(self, snapshot: Complete) -> None:
         self.checking = {key.node for key in snapshot.slots.values()}
         for key in snapshot.slots.values():
@@ -300,8 +329,9 @@ class Election:
             self.at.say(CheckMemory(node, snapshot.point, self._names(snapshot.point, node)))
 
     def _names(self, point: Point, node: int) -> tuple[SlotName, ...]:
-        held = self.at.table.holding(point)
-        return tuple(SlotName(k.rank, k.index) for _, k in sorted(held.items()) if k.node == node)
+        snapshot = self.at.table.complete(point)
+        held = sorted(snapshot.slots.items()) if snapshot is not None else []
+        return tuple(SlotName(key.rank, key.index) for _, key in held if key.node == node)
 
     def _corrupt(self, rank: int, fact: MemoryChecked) -> None:
         step = fact.point.step
@@ -365,16 +395,17 @@ class Election:
         if fact.error:
             self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
             return
-        self.owed.pop(0)
-        self.at.branched = not self.owed
+        written = self.owed.pop(0)
+        self.at.branches[written.attempt] = written.choice.point
         self._write_owed()
 
     def _settle(self, choice: Choice, *, announce: bool = True) -> None:
         self.elected = choice
         self.branching = False
         self._release()
-        self.at.elected = True
+        self.at.elected, self.at.origin = True, choice.point
         self.at.start = choice.point.step if choice.point else 0
+        self._forget_strays()
         self.settled(choice)
         if not announce:
             return
@@ -449,6 +480,11 @@ class Election:
 _WORLD_HINT = (
     "Start the job with the saved world size, or give it another --job name to begin anew."
 )
+
+
+def _reason(vote: Voted) -> str:
+    whose = f"rank {vote.rank}: "
+    return vote.reason if vote.reason.startswith(whose) else whose + vote.reason
 
 
 def _world_text(world: int, saved: int) -> str:

@@ -21,7 +21,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     """One slot as its header describes it. ``point`` is None where it holds no committed snapshot.
 
     ``current`` is false for a slot that was replaced by a larger one, ``busy`` is true while a
-    thread of the node reads it.
+    thread of the node reads it. ``sequence`` is the number of the try that it was cut in.
     """
 
     rank: int
@@ -31,6 +31,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     world: int
     current: bool = True
     busy: bool = False
+    sequence: int = 0
 
 
 class Begun(Fact, frozen=True):
@@ -84,6 +85,8 @@ class WorkersOver(Fact, frozen=True):
 
 
 class CutMade(Fact, frozen=True):
+    """``sequence`` is the number of the try: of the published cut or of the slot's grant."""
+
     rank: int
     step: int
     index: int
@@ -92,12 +95,16 @@ class CutMade(Fact, frozen=True):
     nbytes: int
     replicas: dict[str, str]
     persist: bool
+    sequence: int = 0
 
 
 class CutMissed(Fact, frozen=True):
+    """``sequence`` 0 where the rank does not know which try it is."""
+
     rank: int
     step: int
     reason: str
+    sequence: int = 0
 
 
 class SlotAsked(Fact, frozen=True):
@@ -161,7 +168,8 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
 
 class StoreRead(Fact, frozen=True):
     """What the store holds. ``branched`` says that the attempt has its branch already, and
-    ``branch`` what it names. ``damaged`` tells of candidates that do not open."""
+    ``branch`` what it names; ``branches`` are those of all attempts. ``damaged`` tells of
+    candidates that do not open."""
 
     attempt: int
     candidates: tuple[Candidate, ...] = ()
@@ -169,6 +177,7 @@ class StoreRead(Fact, frozen=True):
     branched: bool = False
     branch: Point | None = None
     branch_source: str = ""
+    branches: dict[int, Point | None] = {}
     damaged: tuple[str, ...] = ()
     error: str = ""
     error_code: str = ""

@@ -193,9 +193,12 @@ class Holdings:
             return Held(name.rank, name.index, None, "", 0, current, busy)
         about = slot.described()
         point, layout = (about.point if about else None), snapshot.layout
+        sequence = about.sequence if about else 0
         snapshot.payload.release()
         snapshot.state.release()
-        return Held(name.rank, name.index, point, layout.layout, layout.world, current, busy)
+        return Held(
+            name.rank, name.index, point, layout.layout, layout.world, current, busy, sequence
+        )
 
 
 def _map(fd: int) -> Memory | None:

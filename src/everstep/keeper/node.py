@@ -185,7 +185,7 @@ class Node:
             case CutDone():
                 self._cut_done(rank, message)
             case CutSkipped():
-                self._tell(facts.CutMissed(rank, message.step, message.reason))
+                self._tell(facts.CutMissed(rank, message.step, message.reason, message.sequence))
             case AskSlot():
                 self._ask(rank, facts.SlotAsked(rank, message.step, message.timeout))
             case AwaitDurable():
@@ -274,7 +274,7 @@ class Node:
                 index = command.index
                 if index >= 0:
                     index = self.holdings.visible(command.rank, index)
-                self._answer(command.rank, SlotGranted(index))
+                self._answer(command.rank, SlotGranted(index, command.sequence))
             case commands.AnswerDurable():
                 self._answer(command.rank, DurableResult(command.durable, command.reason))
             case commands.OfferTo():
@@ -316,12 +316,13 @@ class Node:
         slot = self.holdings.slot(SlotName(rank, index))
         about = slot.described() if slot is not None else None
         if about is None or about.point != Point(message.step, self.attempt):
-            self._tell(facts.CutMissed(rank, message.step, "the slot does not hold that step"))
+            why = "the slot does not hold that step"
+            self._tell(facts.CutMissed(rank, message.step, why, message.sequence))
             return
         self._tell(
             facts.CutMade(
                 rank, message.step, index, message.layout, message.seconds, message.nbytes,
-                message.replicas, message.persist,
+                message.replicas, message.persist, message.sequence,
             )
         )  # fmt: skip
 

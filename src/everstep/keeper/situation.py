@@ -19,9 +19,10 @@ from everstep.keeper.table import Key, SlotTable
 class Situation:
     """``now`` is the time of the fact at hand; ``out`` collects the commands it leads to.
 
-    ``registered`` are ranks whose workers are attached, ``joined`` nodes whose keepers are.
-    ``elected`` is true once the attempt's recovery point is settled, ``start`` its step, and
-    ``branched`` once the attempt's branch is in the store.
+    ``registered`` are ranks whose workers are attached, ``gone`` those whose workers have ended in
+    this attempt and not come again, ``joined`` nodes whose keepers are attached. ``elected`` is
+    true once the attempt's recovery point is settled, which is then ``origin``, ``start`` its
+    step. ``branches`` are those that are known to be in the store.
     """
 
     table: SlotTable = field(default_factory=SlotTable)
@@ -34,9 +35,11 @@ class Situation:
     began: float = 0.0
     registered: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
     elected: bool = False
-    branched: bool = False
+    origin: Point | None = None
     start: int = 0
+    branches: dict[int, Point | None] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
 
     @property
@@ -61,6 +64,12 @@ class Situation:
 
     def point(self, step: int) -> Point:
         return Point(step, self.attempt)
+
+    def beyond(self, point: Point) -> bool:
+        """Whether the attempt, once elected, has left ``point`` behind (S6)."""
+        if point.attempt == self.attempt:
+            return False
+        return self.origin is None or point.step > self.origin.step
 
     def say(self, command: Command) -> None:
         self.out.append(command)

@@ -5,6 +5,8 @@ coordinate.
 
 The step is the largest boundary known plus one. A rank may be further when it learns of it: then
 its step takes the place, and the ranks below run on to it. Final is said when all stand there.
+Where a rank is gone, or the time is over before that, they cannot meet any more: then the step 0
+is said to be final, which tells each rank to leave at its next boundary.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from everstep.keeper.situation import Situation
 
 @dataclass
 class Stop:
-    """``began`` is called when a stop is published: nothing else may be."""
+    """``began`` is called when a stop is published: nothing else may be; ``failed`` when it is
+    over and its step is not durable."""
 
     at: Situation
     began: Callable[[], None]
+    failed: Callable[[], None]
     deadline: float | None = None
     grace: float = 0.0
     step: int | None = None
@@ -31,9 +35,11 @@ class Stop:
     over: bool = False
     arrived: dict[int, int] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """A new attempt; a stop that was asked for stays asked for."""
+    def begin(self, *, fresh: bool) -> None:
+        """An attempt begins; where it is a ``fresh`` one, whoever asked for a stop is gone."""
         self.step, self.final, self.arrived = None, False, {}
+        if fresh:
+            self.deadline, self.over = None, False
 
     @property
     def asked(self) -> bool:
@@ -56,16 +62,29 @@ class Stop:
 
     def committed(self, point: Point) -> None:
         if self.final and point == self.at.point(self.step or 0):
-            self._end(durable=True)
+            self._end(durable=True, how="its checkpoint is committed")
 
     def settle(self, boundaries: dict[int, Boundary]) -> None:
         """Called after each fact."""
         if not self.asked or self.over:
             return
+        lost = self._lost()
+        if lost:
+            self._end(durable=False, how=f"ranks {lost} are gone, so the others cannot meet them")
+            return
         if self.at.elected and not self.final:
             self._raise_to(boundaries)
         if self.deadline is not None and self.at.now >= self.deadline:
-            self._end(durable=False)
+            self._end(durable=False, how="the grace period ended before that")
+
+    def _lost(self) -> list[int]:
+        """Ranks that ended and have no part in the cut at which all stop."""
+        point = self.at.point(self.step) if self.step is not None else None
+        return [
+            rank
+            for rank in sorted(self.at.gone)
+            if point is None or not self.at.table.holds(rank, point)
+        ]
 
     def _raise_to(self, boundaries: dict[int, Boundary]) -> None:
         if self.step is None:
@@ -84,10 +103,15 @@ class Stop:
         for node in self.at.nodes:
             self.at.say(PublishStop(node, step, final))
 
-    def _end(self, *, durable: bool) -> None:
+    def _end(self, *, durable: bool, how: str) -> None:
         self.over = True
-        how = "its checkpoint is committed" if durable else "the grace period ended before that"
+        where = f"at step {self.step}" if self.step else "without a common step"
         self.at.tell(
-            "job.preempted", f"stopped at step {self.step}: {how}",
+            "job.preempted", f"stopped {where}: {how}",
             level="info" if durable else "warning", step=self.step, durable=durable,
         )  # fmt: skip
+        if durable:
+            return
+        if not self.final or self._lost():
+            self._publish(0, final=True)
+        self.failed()

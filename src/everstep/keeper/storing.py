@@ -51,7 +51,8 @@ class Storing:
         """What there is to go on from."""
         reach("keeper.read.before_list")
         job = self.job()
-        branch = job.branches().get(attempt)
+        branches = dict(job.branches())
+        branch = branches.get(attempt)
         damaged: list[str] = []
         candidates = _openable(job, damaged)
         return StoreRead(
@@ -61,6 +62,7 @@ class Storing:
             branched=branch is not None,
             branch=branch.restored if branch else None,
             branch_source=branch.source if branch else "",
+            branches={number: one.restored for number, one in branches.items()},
             damaged=tuple(damaged),
         )
 

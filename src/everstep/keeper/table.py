@@ -30,24 +30,31 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
 @dataclass
 class Entry:
-    """``reserved`` is the step of the cut that may be written into the slot at any moment,
-    ``doomed`` that its contents are to be forgotten as soon as nobody reads them."""
+    """``sequence`` is the number of the try that the contents are of, ``reserved`` the step of the
+    cut that may be written into the slot at any moment, ``doomed`` that its contents are to be
+    forgotten as soon as nobody reads them."""
 
     point: Point | None = None
     layout: str = ""
     world: int = 0
     current: bool = True
+    sequence: int = 0
     leases: set[str] = field(default_factory=set)
     reserved: int | None = None
     doomed: bool = False
 
+    def holds(self, point: Point) -> bool:
+        """Whether the slot can be read as ``point``."""
+        return self.point == point and self.reserved is None and not self.doomed
+
 
 class Complete(NamedTuple):
-    """A snapshot that all ranks hold: its slots by rank."""
+    """A snapshot that all ranks hold of one try: its slots by rank."""
 
     point: Point
     layout: str
     slots: dict[int, Key]
+    sequence: int = 0
 
 
 class SlotTable:
@@ -68,7 +75,7 @@ class SlotTable:
         for key, held in named.items():
             entry = self.entries.setdefault(key, Entry())
             entry.point, entry.layout, entry.world = held.point, held.layout, held.world
-            entry.current = held.current
+            entry.current, entry.sequence = held.current, held.sequence
             if held.busy:
                 entry.leases.add("busy")
             else:
@@ -84,9 +91,10 @@ class SlotTable:
         for rank in ranks:
             self.see(node, rank, tuple(held for held in slots if held.rank == rank))
 
-    def put(self, key: Key, point: Point, layout: str, world: int) -> None:
+    def put(self, key: Key, point: Point, layout: str, world: int, sequence: int) -> None:
         """A rank has said that it wrote ``point`` there."""
         entry = self.entries.setdefault(key, Entry())
+        entry.sequence = sequence
         entry.point, entry.layout, entry.world, entry.reserved = point, layout, world, None
 
     # -- questions
@@ -94,11 +102,10 @@ class SlotTable:
     def key(self, rank: int, index: int) -> Key:
         return Key(self.home[rank], rank, index)
 
-    def anywhere(self, rank: int, point: Point) -> Key | None:
-        """A slot of the rank that holds ``point``, on whichever node."""
+    def anywhere(self, rank: int, point: Point, sequence: int) -> Key | None:
+        """A slot of the rank that holds that try of ``point``, on whichever node."""
         for key, entry in self.entries.items():
-            usable = entry.reserved is None and not entry.doomed
-            if key.rank == rank and entry.point == point and usable:
+            if key.rank == rank and entry.holds(point) and entry.sequence == sequence:
                 return key
         return None
 
@@ -109,25 +116,37 @@ class SlotTable:
             if key.rank == rank and key.node == node:
                 yield key, entry
 
-    def holding(self, point: Point) -> dict[int, Key]:
-        """The slot of each rank that holds ``point``."""
+    def holding(self, point: Point, sequence: int) -> dict[int, Key]:
+        """The slot of each rank that holds that try of ``point``."""
         return {
             rank: key
             for rank in self.home
             for key, entry in self.of_rank(rank)
-            if entry.point == point and entry.reserved is None and not entry.doomed
+            if entry.holds(point) and entry.sequence == sequence
         }
 
-    def complete(self, point: Point) -> Complete | None:
-        """The snapshot of ``point`` if every rank holds it in one layout and this world."""
-        slots = self.holding(point)
+    def holds(self, rank: int, point: Point) -> bool:
+        """Whether the rank holds ``point``, of whichever try."""
+        return any(entry.holds(point) for _, entry in self.of_rank(rank))
+
+    def complete(self, point: Point, sequence: int | None = None) -> Complete | None:
+        """The snapshot of ``point`` if every rank holds it of one try, in one layout and this
+        world; the newest such try where none is named."""
+        if sequence is not None:
+            return self._complete(point, sequence)
+        tries = {entry.sequence for entry in self.entries.values() if entry.holds(point)}
+        found = (self._complete(point, one) for one in sorted(tries, reverse=True))
+        return next((snapshot for snapshot in found if snapshot is not None), None)
+
+    def _complete(self, point: Point, sequence: int) -> Complete | None:
+        slots = self.holding(point, sequence)
         if not self.home or len(slots) < len(self.home):
             return None
         entries = [self.entries[key] for key in slots.values()]
         layouts = {entry.layout for entry in entries}
         if len(layouts) > 1 or any(entry.world != len(self.home) for entry in entries):
             return None
-        return Complete(point, layouts.pop(), slots)
+        return Complete(point, layouts.pop(), slots, sequence)
 
     def completes(self) -> list[Complete]:
         """All complete snapshots, newest first."""
@@ -141,10 +160,13 @@ class SlotTable:
     def other_world(self) -> tuple[Point, int] | None:
         """The newest snapshot that is complete in another world than this one."""
         for point in sorted({e.point for e in self.entries.values() if e.point}, reverse=True):
-            holders = {k.rank: e.world for k, e in self.entries.items() if e.point == point}
-            world = next(iter(holders.values()))
-            if world != len(self.home) and set(holders) == set(range(world)):
-                return point, world
+            tries: dict[tuple[int, int], set[int]] = {}
+            for key, entry in self.entries.items():
+                if entry.point == point:
+                    tries.setdefault((entry.sequence, entry.world), set()).add(key.rank)
+            for (_, world), holders in tries.items():
+                if world != len(self.home) and holders == set(range(world)):
+                    return point, world
         return None
 
     def free(self, rank: int, *, kept: AbstractSet[Point] = frozenset()) -> int | None:
@@ -209,5 +231,5 @@ class SlotTable:
         if not entry.doomed or entry.leases:
             return False
         entry.doomed = False
-        entry.point, entry.layout, entry.world = None, "", 0
+        entry.point, entry.layout, entry.world, entry.sequence = None, "", 0, 0
         return True

@@ -180,9 +180,11 @@ class AskSlot(Message, frozen=True):
 
 
 class SlotGranted(Message, frozen=True):
-    """``index`` of the slot to write, -1 where none came free in time."""
+    """``index`` of the slot to write, -1 where none came free in time. ``sequence`` is the number
+    of the try, which the worker says again when it has cut."""
 
     index: int
+    sequence: int = 0
 
 
 class CutDone(Message, frozen=True):
@@ -203,10 +205,12 @@ class CutDone(Message, frozen=True):
 
 
 class CutSkipped(Message, frozen=True):
-    """The rank learnt too late of a cut, or its cut failed. No answer."""
+    """The rank learnt too late of a cut, or its cut failed; ``sequence`` 0 where it had none yet.
+    No answer."""
 
     step: int
     reason: str
+    sequence: int = 0
 
 
 class AwaitDurable(Message, frozen=True):

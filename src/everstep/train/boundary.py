@@ -159,7 +159,6 @@ class Boundary:
 
     def _obey_cut(self, step: int) -> None:
         sequence, wanted = self._connection.published_cut()
-        # A new keeper counts from 1 again: its cut is another one than the last keeper's.
         published = (self._connection.keepers_met(), sequence)
         if published == self._cut_seen or sequence == 0:
             return
@@ -170,7 +169,7 @@ class Boundary:
                 self._try_cut(step, persist=False, index=index, sequence=sequence)
         elif wanted < step:
             self._cut_seen = published
-            self._connection.cut_skipped(wanted, f"learnt of it at step {step}")
+            self._connection.cut_skipped(wanted, f"learnt of it at step {step}", sequence)
 
     def _try_cut(
         self,
@@ -187,7 +186,8 @@ class Boundary:
                 self._await_keeper(deadline)
             self._cutter.make_ready(step)
             if index is None:
-                index = self._connection.ask_slot(step, max(deadline - time.monotonic(), 0.0))
+                left = max(deadline - time.monotonic(), 0.0)
+                index, sequence = self._connection.ask_slot(step, left) or (None, 0)
             if index is None:
                 self._connection.say(
                     "cut.no_slot", f"no slot came free for step {step}", step=step, level="warning"
@@ -197,10 +197,10 @@ class Boundary:
         except PendingGradients:
             raise
         except MemoryTooSmall as small:
-            self._refuse_small_memory(step, small)
+            self._refuse_small_memory(step, small, sequence)
             return False
         except Exception as failed:  # noqa: BLE001 - the objects' state_dict is user code (R3)
-            self._connection.cut_failed(step, failed)
+            self._connection.cut_failed(step, failed, sequence)
             return False
         return True
 
@@ -216,11 +216,11 @@ class Boundary:
             return "it could not be cut, an event says why"
         return self._await(step, deadline)
 
-    def _refuse_small_memory(self, step: int, small: MemoryTooSmall) -> None:
+    def _refuse_small_memory(self, step: int, small: MemoryTooSmall, sequence: int = 0) -> None:
         if not self._cutter.ever_cut:
             # Nothing is lost yet: better to stop at once than to train without any protection.
             raise small
-        self._connection.cut_failed(step, small)
+        self._connection.cut_failed(step, small, sequence)
 
     def _await(self, step: int, deadline: float) -> str | None:
         """None once ``step`` is durable, else why it is not."""
@@ -264,6 +264,11 @@ class Boundary:
                 return  # another rank is further: run on to its step
             if final and stop_step == step:
                 self._persist_and_leave(step, deadline)
+            if final:
+                raise Preempted(
+                    f"stopped at step {step} without a common cut: the ranks cannot meet any more",
+                    exits.PREEMPTED,
+                )
             self._connection.keep_alive()
             time.sleep(_POLL)
         raise Preempted(

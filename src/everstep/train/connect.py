@@ -20,7 +20,7 @@ from everstep.core import exits
 from everstep.core.settings import Settings
 from everstep.errors import EverstepError, NoRecoveryPoint
 from everstep.keeper.address import keeper_of
-from everstep.keeper.client import WorkerLink
+from everstep.keeper.client import Grant, WorkerLink
 from everstep.keeper.control import ControlPage
 from everstep.keeper.slot import Geometry, Slot
 from everstep.keeper.spawn import start_keeper
@@ -117,21 +117,21 @@ class Connection:
     def slots(self) -> tuple[Slot, Slot] | None:
         return self.link.slots
 
-    def ask_slot(self, step: int, timeout: float) -> int | None:
+    def ask_slot(self, step: int, timeout: float) -> Grant | None:
         return self.link.ask_slot(step, timeout=timeout)
 
     def cut_done(self, done: CutDone) -> None:
         self.link.page.post_cut(self._place.local_rank, int(done.seconds * 1e9))
         self.link.cut_done(done)
 
-    def cut_skipped(self, step: int, reason: str) -> None:
-        self.link.cut_skipped(step, reason)
+    def cut_skipped(self, step: int, reason: str, sequence: int) -> None:
+        self.link.cut_skipped(step, reason, sequence=sequence)
 
-    def cut_failed(self, step: int, failed: BaseException) -> None:
+    def cut_failed(self, step: int, failed: BaseException, sequence: int = 0) -> None:
         """A cut of this rank failed; training goes on, the event says why (R3)."""
         text = str(failed) if isinstance(failed, EverstepError) else _named(failed)
         self.say("cut.failed", f"no snapshot of step {step}: {text}", step=step, level="error")
-        self.link.cut_skipped(step, text)
+        self.link.cut_skipped(step, text, sequence=sequence)
 
     def await_durable(self, step: int, timeout: float) -> str | None:
         """None where the checkpoint of ``step`` is committed, else why not (yet)."""

@@ -72,7 +72,8 @@ class Cutter:
             self._slot(capture.layout, msgspec.msgpack.encode(live.rank_state()), 0)
 
     def cut(self, step: int, index: int, *, persist: bool, sequence: int = 0) -> None:
-        """Copy the state of ``step`` into slot ``index``; ``sequence`` is the published cut's.
+        """Copy the state of ``step`` into slot ``index``; ``sequence`` is the cut's,
+        equal on all ranks that take part in it.
 
         Raises what reading the objects raises, and :class:`~everstep.errors.KeeperError` where
         there is no memory to copy into.
