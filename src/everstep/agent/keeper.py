@@ -57,12 +57,15 @@ Answer = TypeVar("Answer", bound=Message)
 class NodeKeeper:
     """The keeper number ``index`` of the job on this host.
 
-    ``hear`` gets the events and last words that workers and keeper send. Not thread-safe.
+    ``hear`` gets the events and last words that workers and keeper send; ``name`` is that of its
+    socket, as workers get it in EVERSTEP_KEEPER: made once, so that a link that is moved while
+    the job runs does not hide the keeper. Not thread-safe.
     """
 
     def __init__(self, settings: Settings, index: int, hear: Hear, *, listening: bool) -> None:
         self._settings = settings
         self._index = index
+        self.name = keeper_name(settings.store, settings.job, index)
         self._hear = hear
         self._listener = _listen() if listening else None
         self._link: Link | None = None
@@ -72,11 +75,6 @@ class NodeKeeper:
         self._begun: BeginAttempt | None = None
         self._workers: WorkersStarted | None = None
         self.pid = 0
-
-    @property
-    def name(self) -> str:
-        """The name of its socket, as workers get it in EVERSTEP_KEEPER."""
-        return keeper_name(self._settings.store, self._settings.job, self._index)
 
     @property
     def log(self) -> str:

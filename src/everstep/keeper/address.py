@@ -1,7 +1,7 @@
 """Where the keeper of a job on a node is found.
 
-Owns: the abstract Unix socket's name (user, store, job, node; DESIGN section 9) and connecting to
-it with the peer's user checked. Called by: keeper, train, agent.
+Owns: the abstract Unix socket's name (user, store, job, node; ARCHITECTURE, the keeper) and
+connecting to it with the peer's user checked. Called by: keeper, train, agent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 
 import xxhash
 
+from everstep.core.location import canonical_store
 from everstep.core.settings import Settings
 from everstep.errors import KeeperError
 from everstep.keeper.wire import Link
@@ -23,8 +24,13 @@ _CREDENTIALS = struct.Struct("3i")
 def keeper_name(store_url: str, job: str, node: int, uid: int | None = None) -> str:
     """The socket's name without the leading NUL byte; at most 107 bytes (sun_path's limit)."""
     user = os.getuid() if uid is None else uid
-    place = xxhash.xxh3_128_hexdigest(f"{store_url}\0{job}".encode())
+    place = xxhash.xxh3_128_hexdigest(f"{store_of(store_url)}\0{job}".encode())
     return f"everstep/{user}/{place}/{node}"
+
+
+def store_of(url: str) -> str:
+    """The one name of the store at ``url``, by whichever link or scheme it is reached."""
+    return canonical_store(url, lambda path: os.path.realpath(os.path.expanduser(path)))
 
 
 def keeper_of(settings: Settings) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from everstep.core.settings import Settings, to_environment
+from everstep.keeper.address import store_of
 
 
 def start_keeper(
@@ -46,7 +47,7 @@ def start_keeper(
 
 def log_path(settings: Settings, node: int) -> Path:
     """The keeper's log; its folder is made."""
-    place = xxhash.xxh3_64_hexdigest(settings.store.encode())[:8]
+    place = xxhash.xxh3_64_hexdigest(store_of(settings.store).encode())[:8]
     folder = _state_dir(settings, os.environ) / f"{settings.job}-{place}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"keeper-{node}.log"
