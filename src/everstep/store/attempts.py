@@ -25,7 +25,7 @@ from everstep.errors import (
     StoreNotWritable,
     UsageError,
 )
-from everstep.store import keys, records
+from everstep.store import keys, records, settings
 from everstep.store.backends import Version
 from everstep.store.folder import Folder
 from everstep.store.records import BranchRecord, Claim, OwnerRecord, Source
@@ -87,13 +87,34 @@ def highest_claim(folder: Folder) -> int:
     return max(_attempts(folder), default=0)
 
 
+def check_store(folder: Folder) -> None:
+    """Raise a retryable ``StoreError`` where the store that was opened is not there any more: an
+    unmounted file system leaves an empty folder, in which nothing is held by anybody."""
+    try:
+        found = settings.read(folder.backend)
+    except ObjectMissing as missing:
+        raise StoreError(
+            f"the store of job {folder.job} has gone: {missing.what}",
+            hint="Mount it again. Until then what is made is kept in memory.",
+        ) from missing
+    if found.store_id != folder.settings.store_id:
+        raise StoreError(
+            f"another store ({found.store_id}) is at {folder.backend.url}; job {folder.job} runs "
+            f"in store {folder.settings.store_id}.",
+            hint="Put the right one back. Until then what is made is kept in memory.",
+        )
+
+
 def check_claim(folder: Folder, allowed: int, agents: Collection[str] = ()) -> None:
     """Raise ``CommitRefused`` where an attempt above ``allowed`` was claimed by a stranger.
 
     ``agents`` are agent ids whose higher claims are no strangers': the agents that this process
-    serves.
+    serves. Raises a retryable ``StoreError`` where the store is not there.
     """
-    for attempt in sorted((a for a in _attempts(folder) if a > allowed), reverse=True):
+    known = _attempts(folder)
+    if allowed not in known:
+        check_store(folder)  # the claim that this process serves is missing
+    for attempt in sorted((a for a in known if a > allowed), reverse=True):
         try:
             holder = folder.read(keys.claim(attempt), Claim)
         except ObjectMissing:
@@ -197,12 +218,22 @@ def acquire_owner(
 def renew_owner(
     folder: Folder, identity: OwnerIdentity, *, attempt: int = 0, now: float | None = None
 ) -> None:
-    """Stay the owner. Raises ``JobOwned`` where another has taken over: stop at once."""
+    """Stay the owner. Raises ``JobOwned`` where another has taken over: stop at once. A record
+    that is lost is written anew; one that cannot be read, or a store that is not there, is a
+    retryable ``StoreError``: nobody has taken over by that."""
     while True:
         held = _held(folder, now)
-        if held is None or held.record is None or _identity(held.record) != identity:
+        if held is None:
+            check_store(folder)
+        elif held.record is None and held.age <= STALE_SECONDS:
+            raise StoreError(
+                f"{folder.key(keys.OWNER)} cannot be read.",
+                hint=f"It is replaced once it is {STALE_SECONDS:.0f} s old.",
+            )
+        elif held.record is not None and _identity(held.record) != identity:
             raise _owned(folder, held)
-        if _replace(folder, _record(folder, identity, attempt, now), held.version):
+        version = held.version if held is not None else "absent"
+        if _replace(folder, _record(folder, identity, attempt, now), version):
             return
         # Whoever was faster may be another thread of this very owner: it is looked at anew.
 
@@ -286,12 +317,11 @@ def _identity(record: OwnerRecord) -> OwnerIdentity:
     return OwnerIdentity(record.agent, record.host, record.boot, record.pid, record.started)
 
 
-def _owned(folder: Folder, held: _Held | None) -> JobOwned:
-    record = held.record if held else None
-    if record is None or held is None:
-        who = "an owner whose record cannot be read" if held else "nobody any more"
+def _owned(folder: Folder, held: _Held) -> JobOwned:
+    record = held.record
+    if record is None:
         return JobOwned(
-            f"job {folder.job} is held by {who}.",
+            f"job {folder.job} is held by an owner whose record cannot be read.",
             hint=f"An owner that is gone is replaced after {STALE_SECONDS:.0f} s: try again then.",
         )
     return JobOwned(
