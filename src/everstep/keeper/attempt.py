@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,7 @@ from everstep.keeper.background import Background
 from everstep.keeper.connection import Connection
 from everstep.keeper.coordinate import Coordinator
 from everstep.keeper.facts import AnyFact
+from everstep.keeper.identity import Process, end_processes, may_run, process_of
 from everstep.keeper.journal import Journal
 from everstep.keeper.lead import Lead
 from everstep.keeper.node import Node
@@ -26,6 +28,16 @@ from everstep.keeper.owner import Owner
 from everstep.keeper.storing import Storing
 from everstep.keeper.uplink import Uplink
 from everstep.keeper.wire import AnyMessage, AttemptBegun, BeginAttempt, Goodbye, Refused, Welcome
+
+END_SECONDS = 5.0
+"""For killed processes of an earlier start to be gone: one that waits for a device is slow."""
+
+
+class Starter(NamedTuple):
+    """Who begins an attempt: an agent, or a worker where none runs."""
+
+    process: Process
+    agent: bool
 
 
 class Attempt:
@@ -60,6 +72,8 @@ class Attempt:
             lost=lambda what: tell(facts.Fenced(what)),
         )  # fmt: skip
         self._beginning: BeginAttempt | None = None
+        self._beginner = self._begun_by = Starter(Process(0, None), agent=False)
+        self._lived = False
         self._askers: list[Connection] = []
         self._lobby: list[Connection] = []
         self._begun: AttemptBegun | None = None
@@ -83,26 +97,57 @@ class Attempt:
 
     def begin(self, connection: Connection, message: BeginAttempt) -> None:
         """Begin an attempt, or confirm the one that is served. Answers when it has begun."""
-        if message.launch == self._node.launch and message.attempt in (0, self._node.attempt):
+        self._check_not_over(message.attempt)
+        if self._confirms(connection, message):
             assert self._begun is not None, "a launch without a begin"
             connection.send(self._begun)
             return
-        if message.attempt and message.attempt < self._node.attempt:
-            raise JobOwned(
-                f"attempt {message.attempt} is over: this keeper serves {self._node.attempt}.",
-                hint="A newer agent runs the job; stop this one.",
-            )
-        self._askers.append(connection)
         if self._beginning is not None and self._beginning.launch == message.launch:
-            return
+            if connection.process == self._beginner.process:
+                self._askers.append(connection)
+                return
+            if may_run(self._beginner.process):
+                raise JobOwned(
+                    f"process {self._beginner.process.pid} begins the job at this moment.",
+                    hint="Stop one of the two, or give this run another --job name.",
+                )
+        self._askers.append(connection)
+        assert connection.hello is not None, "heard before its hello"
+        self._beginner = Starter(connection.process, connection.hello.role == "agent")
         self._beginning = message
         self._prepare(connection, message)
+
+    def _check_not_over(self, attempt: int) -> None:
+        if attempt and attempt < self._node.attempt:
+            raise JobOwned(
+                f"attempt {attempt} is over: this keeper serves {self._node.attempt}.",
+                hint="A newer start runs the job; stop this one.",
+            )
+
+    def _confirms(self, connection: Connection, message: BeginAttempt) -> bool:
+        """Whether the attempt is served already. A launch's name alone does not say so: variables
+        that a shell exports give the same one to every start (R5)."""
+        assert connection.hello is not None, "heard before its hello"
+        if message.launch != self._node.launch or message.attempt not in (0, self._node.attempt):
+            return False
+        if connection.hello.role == "agent":
+            return True
+        if connection.process == self._begun_by.process:
+            return bool(message.attempt) or not self._node.is_new_life(connection)
+        if message.attempt:
+            raise JobOwned(
+                f"attempt {message.attempt} was begun by process {self._begun_by.process.pid}; "
+                f"process {connection.peer} says that it is its own.",
+                hint="A process that was forked from a worker cannot take part in its run.",
+            )
+        return False
 
     def _prepare(self, connection: Connection, message: BeginAttempt) -> None:
         """What must be true before the attempt may begin here: it is claimed, or node 0 says so."""
         assert connection.hello is not None, "heard before its hello"
         if message.node > 0:
             self._dial(message)
+            self._owner.forget()
             if message.attempt:
                 self._start(message, message.attempt)
         elif connection.hello.role == "worker":
@@ -113,6 +158,7 @@ class Attempt:
                 self._refuse,
             )
         else:
+            self._owner.forget()
             self._start(message, message.attempt)
 
     def _refuse(self, error: EverstepError) -> None:
@@ -126,9 +172,49 @@ class Attempt:
     def _start(self, message: BeginAttempt, attempt: int) -> None:
         if self._beginning is not message:
             return  # another launch has begun in the meantime
-        self._beginning, self.finished = None, False
+        self._part_workers()
+        orphans = self._orphans()
+
+        def serve(left: set[Process]) -> None:
+            if self._beginning is message:
+                self._retire(left, orphans)
+                self._serve(message, attempt)
+
+        if orphans:
+            self._background.submit(
+                "end", lambda: end_processes(orphans, END_SECONDS), serve,
+                lambda _: serve(set(orphans)),
+            )  # fmt: skip
+        else:
+            serve(set())
+
+    def _part_workers(self) -> None:
         for older in self._node.part_workers():
             older.closed = True
+
+    def _orphans(self) -> dict[Process, int]:
+        """Processes of an earlier launch that map slots still, and their ranks. A cut that one of
+        them has read may be written at any time, into a slot that is given away anew."""
+        if self._beginner == self._begun_by and not self._beginner.agent:
+            return {}  # the same processes attach once more
+        ours = (self._beginner.process, process_of(os.getpid()))
+        return {p: rank for p, rank in self._node.writers().items() if p not in ours}
+
+    def _retire(self, left: set[Process], orphans: dict[Process, int]) -> None:
+        ended = set(orphans) - left
+        if ended:
+            self._journal.say(
+                "workers.orphaned", f"{len(ended)} workers of an earlier start are ended",
+                level="warning", facts={"pids": sorted(process.pid for process in ended)},
+            )  # fmt: skip
+        for process in left:
+            self._node.retire(orphans[process])
+
+    def _serve(self, message: BeginAttempt, attempt: int) -> None:
+        message = self._judged(message)
+        self._beginning, self.finished = None, False
+        self._begun_by = self._beginner
+        self._part_workers()
         several = len(message.ranks_of_node) > 1
         if self._owner.agent:
             message = msgspec.structs.replace(message, agent=self._owner.agent)
@@ -143,7 +229,17 @@ class Attempt:
         self._askers = []
         waiting, self._lobby = self._lobby, []
         for connection in waiting:
-            self.greet(connection)
+            self._greet_at_last(connection)
+
+    def _judged(self, message: BeginAttempt) -> BeginAttempt:
+        """What another launcher's restart expects (R5): the start that ``--resume never`` was said
+        for is over. Where this keeper has not seen that start the store alone knows of it."""
+        node = self._node
+        known = bool(node.attempt)
+        self._lived = message.again and known and (self._lived or node.holds_snapshot())
+        if message.again and not known and message.resume == "never":
+            return msgspec.structs.replace(message, resume="auto")
+        return msgspec.structs.replace(message, expected=message.expected or self._lived)
 
     def _lead_or_follow(self, message: BeginAttempt, attempt: int) -> None:
         if message.node > 0:
@@ -182,14 +278,37 @@ class Attempt:
         assert hello is not None, "greeted before its hello"
         if connection.closed:
             return
-        if not self._node.launch or hello.launch != self._node.launch:
+        self._check_not_over(hello.attempt)
+        beginning = self._beginning is not None and self._beginning.launch == hello.launch
+        if beginning or not self._node.launch or hello.launch != self._node.launch:
             self._lobby.append(connection)
-        elif hello.role == "worker":
-            older = self._node.admit(connection)
-            if older is not None:
-                older.closed = True
-        else:
+        elif hello.role == "keeper":
             self._greet_keeper(connection, hello)
+        elif self._node.is_new_life(connection) and not self._begun_by.agent:
+            self._lobby.append(connection)  # its launch is about to begin under the same name
+        else:
+            self._admit(connection, hello)
+
+    def _greet_at_last(self, connection: Connection) -> None:
+        """Greet one that waited; what is wrong with it is no fault of who is heard now."""
+        try:
+            self.greet(connection)
+        except EverstepError as error:
+            connection.send(Refused(error.code, error.what, error.hint))
+            connection.closed = True
+
+    def _admit(self, connection: Connection, hello: wire.Hello) -> None:
+        elected = self._node.elected(hello.rank)
+        if elected is not None and elected != connection.process:
+            raise JobOwned(
+                f"rank {hello.rank} of attempt {self._node.attempt} is process {elected.pid}; "
+                f"process {connection.peer} cannot go on in its place from where it began.",
+                hint="Let the worker end: its agent starts the next attempt from the newest state.",
+            )
+        self._owner.back()
+        older = self._node.admit(connection)
+        if older is not None:
+            older.closed = True
 
     def _greet_keeper(self, connection: Connection, hello: wire.Hello) -> None:
         if self._lead is None:
@@ -208,10 +327,15 @@ class Attempt:
         first = hello is not None and hello.rank == 0
         alone = bool(self._owner.agent)
         heard = self._node.hear(connection, message)
+        if isinstance(message, Goodbye):
+            # A child that the worker forked may have said it: then the worker comes again.
+            connection.closed = True
         if isinstance(message, Goodbye) and alone:
             self.finished = message.finished and not self._node.attached
-            if first:
+            if first and message.finished:
                 self._owner.release()
+            elif first:
+                self._owner.part()
         return heard
 
     def left(self, connection: Connection) -> None:
@@ -274,9 +398,9 @@ class Attempt:
         dial = self._uplink.wait() if self._uplink is not None else 3600.0
         return min(dial, self._owner.wait())
 
-    def turn(self, *, worker_alive: bool) -> None:
+    def turn(self) -> None:
         """Do what is due."""
-        self._owner.renew(worker_alive=worker_alive)
+        self._owner.renew()
         if self._uplink is not None:
             self._uplink.dial()
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from everstep.core.events import Event
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.address import try_connect
@@ -127,6 +129,7 @@ class WorkerLink:
         self._offered: Offered | None = None
         self._page: ControlPage | None = None
         self._slots: tuple[Slot, Slot] | None = None
+        self._pid = os.getpid()
         self.attempt = self.world = 0
         self.store = self.job = ""
         self.begun: AttemptBegun | None = None
@@ -287,8 +290,10 @@ class WorkerLink:
         return self._say(fatal)
 
     def goodbye(self, *, finished: bool) -> None:
-        """Part from the keeper and close everything."""
-        self._say(Goodbye(finished))
+        """Part from the keeper and close everything. In a forked child nothing is said: the
+        connection is the parent's."""
+        if os.getpid() == self._pid:
+            self._say(Goodbye(finished))
         self.close()
 
     def close(self) -> None:
@@ -383,7 +388,8 @@ class WorkerLink:
                 self._restart_at = now + RESTART_SECONDS
                 self._restart()
             return False
-        self._pending.send(self._hello, timeout=1.0)
+        hello = msgspec.structs.replace(self._hello, attempt=self.attempt)
+        self._pending.send(hello, timeout=1.0)
         self._missing = {Welcome} if self._begin is None else {Welcome, AttemptBegun}
         if self._begin is not None:
             self._pending.send(self._begin_again(), timeout=1.0)
@@ -391,7 +397,8 @@ class WorkerLink:
 
     def _begin_again(self) -> BeginAttempt:
         assert self._begin is not None
-        return _renumbered(self._begin, self.attempt or self._begin.attempt)
+        attempt = self.attempt or self._begin.attempt
+        return msgspec.structs.replace(self._begin, attempt=attempt)
 
     def _greeted(self, answer: AnyMessage, fds: list[int]) -> bool:
         """Take one answer of the greeting; True when it was the last."""
@@ -469,11 +476,6 @@ def _expect(
 
 def _open_message(geometry: Geometry) -> OpenSlots:
     return OpenSlots(geometry.payload, geometry.state, geometry.layout, geometry.digests)
-
-
-def _renumbered(begin: BeginAttempt, attempt: int) -> BeginAttempt:
-    values = {name: getattr(begin, name) for name in begin.__struct_fields__}
-    return BeginAttempt(**{**values, "attempt": attempt})
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections import deque
 
 from everstep.errors import KeeperError
 from everstep.keeper import wire
+from everstep.keeper.identity import process_of
 from everstep.keeper.wire import AnyMessage, Hello, Message
 
 MAX_INCOMING = 64 * 1024 * 1024
@@ -25,7 +26,8 @@ _READ = 1 << 18
 
 
 class Connection:
-    """``hello`` is set by the server when it was said; ``peer`` is the other side's pid.
+    """``hello`` is set by the server when it was said; ``peer`` is the other side's pid and
+    ``process`` exactly which process that is, as the kernel says.
 
     Setting ``closed`` gives the connection up; the server's loop closes it at the end of the turn.
     """
@@ -39,6 +41,7 @@ class Connection:
         self._outgoing_bytes = 0
         self.hello: Hello | None = None
         self.peer = peer
+        self.process = process_of(peer)
         self.closed = False
 
     def fileno(self) -> int:
@@ -108,7 +111,7 @@ class Connection:
 
     def _receive(self) -> bool:
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _READ, wire.MAX_DESCRIPTORS)
+            data, fds = wire.receive(self._socket, _READ)
         except BlockingIOError:
             return False
         except OSError:

@@ -139,6 +139,11 @@ class Holdings:
         memory.slot.close()
         os.close(memory.fd)
 
+    def retire(self, rank: int) -> None:
+        """Write no more into the rank's pair: another process may. It is kept until a newer
+        snapshot is complete, and the next :meth:`open` makes a new one."""
+        self._base[rank] = self._next_number(rank)
+
     def close(self) -> None:
         """Close everything; others that hold the descriptors keep the memory."""
         for memory in self._slots.values():

@@ -20,6 +20,7 @@ from everstep.keeper.connection import Connection
 from everstep.keeper.control import MAX_LOCAL_RANKS, ControlPage, create_page
 from everstep.keeper.facts import AnyFact, Boundary
 from everstep.keeper.holdings import Holdings
+from everstep.keeper.identity import Process, may_run
 from everstep.keeper.journal import Journal
 from everstep.keeper.memory import Limit, check_room
 from everstep.keeper.slot import Geometry
@@ -76,6 +77,8 @@ class Node:
         self._demoted: tuple[str, ...] = ()
         self._workers: dict[int, Connection] = {}
         self._asking: dict[int, AnyFact] = {}
+        self._elected: dict[int, Process] = {}
+        self._writers: dict[Process, int] = {}
         self._reported_busy: set[SlotName] = set()
         self.holdings = Holdings(job)
         self._work = SlotWork(
@@ -94,9 +97,9 @@ class Node:
 
     def begin(self, begin: BeginAttempt, attempt: int) -> None:
         """Serve ``attempt`` from now on; an adopted page of this very attempt goes on."""
+        self._page.clear_cut()  # a worker of an earlier attempt may still read the old page
         if self._page.served() not in (0, attempt):
             self._replace_page()
-        self._page.clear_cut()
         self._page.serve(attempt)
         self.node, self.attempt, self.launch = begin.node, attempt, begin.launch
         self.ranks = begin.ranks_of_node[begin.node]
@@ -105,6 +108,7 @@ class Node:
         if begin.agent:
             self.agents.add(begin.agent)
         self._asking.clear()
+        self._elected.clear()
         self._journal.attempt, self._journal.node = attempt, begin.node
         self._hand_over()
 
@@ -126,6 +130,9 @@ class Node:
     def attached(self) -> bool:
         return bool(self._workers)
 
+    def admitted(self, connection: Connection) -> bool:
+        return connection in self._workers.values()
+
     def worker_pids(self) -> list[int]:
         return [connection.peer for connection in self._workers.values()]
 
@@ -135,6 +142,39 @@ class Node:
         for connection in parted:
             self.gone(connection)
         return parted
+
+    def is_new_life(self, connection: Connection) -> bool:
+        """Whether the connection's rank was elected in this attempt already, and this is another
+        process than that, or one that begins anew: it must not go on from where the attempt did."""
+        hello = connection.hello
+        assert hello is not None, "asked before its hello"
+        elected = self._elected.get(hello.rank)
+        return elected is not None and (elected != connection.process or not hello.attempt)
+
+    def elected(self, rank: int) -> Process | None:
+        """The process that went on as that rank in this attempt."""
+        return self._elected.get(rank)
+
+    def holds_snapshot(self) -> bool:
+        """Whether this node's ranks all hold a snapshot of one step of the attempt."""
+        held: dict[Point, set[int]] = {}
+        for slot in self.holdings.inventory():
+            if slot.point is not None and slot.point.attempt == self.attempt:
+                held.setdefault(slot.point, set()).add(slot.rank)
+        return any(ranks.issuperset(self.ranks) for ranks in held.values())
+
+    def writers(self) -> dict[Process, int]:
+        """Processes (and their ranks) that map slots and may still run, attached or not."""
+        self._writers = {p: rank for p, rank in self._writers.items() if may_run(p)}
+        return dict(self._writers)
+
+    def retire(self, rank: int) -> None:
+        """Give the rank's slots to nobody any more: a process that could not be ended maps them."""
+        self.holdings.retire(rank)
+
+    def workers_ended(self) -> None:
+        """The agent has seen all its workers end."""
+        self._writers.clear()
 
     def close(self) -> None:
         """Close page and slots; others that hold descriptors keep the memory."""
@@ -179,6 +219,7 @@ class Node:
         rank = connection.hello.rank
         match message:
             case OpenSlots():
+                self._elected[rank] = connection.process
                 self._open(connection, rank, message)
             case AdoptSlots():
                 self.adopt(connection, message)
@@ -200,6 +241,7 @@ class Node:
             case AskDemoted():
                 connection.send(Demoted(self._demoted))
             case Goodbye():
+                self._writers.pop(connection.process, None)
                 self.gone(connection, finished=message.finished)
             case _:
                 return False
@@ -280,6 +322,8 @@ class Node:
             case commands.OfferTo():
                 self._offer(command)
             case commands.ElectTo():
+                if command.rank in self._workers:
+                    self._elected[command.rank] = self._workers[command.rank].process
                 self._answer(command.rank, Elected(command.point, command.source))
             case commands.RefuseTo():
                 self._answer(command.rank, Refused(command.code, command.what, command.hint))
@@ -297,6 +341,7 @@ class Node:
             needed = self.holdings.needs(rank, geometry)
             if needed:
                 check_room(needed, self._limits())
+            self._writers[connection.process] = rank
             fds = self.holdings.open(rank, geometry)
         except KeeperError as refused:
             small = isinstance(refused, MemoryTooSmall)

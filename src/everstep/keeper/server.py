@@ -130,7 +130,7 @@ class Server:
             if connection.hello is not None and connection.hello.role == "worker":
                 self._read(connection)
         self._decide(before)
-        self._attempt.turn(worker_alive=self._node.attached)
+        self._attempt.turn()
         self._sweep()
 
     def _decide(self, before: tuple[facts.Boundary, ...]) -> None:
@@ -231,14 +231,18 @@ class Server:
             self._greet(connection, message)
         elif isinstance(message, BeginAttempt):
             self._attempt.begin(connection, message)
+            if hello.role == "agent" and connection is not self._agent:
+                self._take_agent(connection)
         elif isinstance(message, Report):
             self._journal.append(message.event)
         elif isinstance(message, Preempt):
-            self._facts.append(facts.PreemptAsked(message.grace))
+            if connection is self._agent or self._node.admitted(connection):
+                self._facts.append(facts.PreemptAsked(message.grace))
         elif isinstance(message, Fatal):
             self._fatal(message)
         elif hello.role == "agent":
-            self._hear_agent(connection, message)
+            if connection is self._agent:  # another one's job is over: it commands nothing here
+                self._hear_agent(connection, message)
         elif hello.role == "keeper" and isinstance(message, Relayed):
             self._facts.append(facts.decode(message.fact))
         elif hello.role != "worker" or not self._attempt.hear_worker(connection, message):
@@ -257,9 +261,12 @@ class Server:
                 self._attempt.adopted += self._node.adopt(connection, message)
             case WorkersStarted():
                 self._hold_pids(list(message.pids.values()))
-            case WorkersEnded():
+            case WorkersEnded() if message.attempt == self._node.attempt:
                 self._forget_pids()
+                self._node.workers_ended()
                 self._facts.append(facts.WorkersOver(self._node.node))
+            case WorkersEnded():
+                pass  # of an attempt that another has replaced
             case Leave():
                 self._leaving = True
                 self._facts.append(facts.Left())
@@ -285,16 +292,19 @@ class Server:
     # -- the agent and its workers
 
     def _welcome_agent(self, connection: Connection) -> None:
+        self._take_agent(connection)
+        node = self._node
+        store, job = self._options.store, self._options.job
+        connection.send(Welcome(os.getpid(), node.attempt, node.world, store, job))
+        node.hand_over()
+
+    def _take_agent(self, connection: Connection) -> None:
         self._agent = connection
         self._leaving = False
         self._drop_agent_pidfd()
         self._agent_pidfd = _pidfd(connection.peer)
         if self._agent_pidfd >= 0:
             self._selector.register(self._agent_pidfd, selectors.EVENT_READ, self._agent_died)
-        node = self._node
-        store, job = self._options.store, self._options.job
-        connection.send(Welcome(os.getpid(), node.attempt, node.world, store, job))
-        node.hand_over()
 
     def _agent_died(self, _: object, __: int) -> None:
         """Its workers must not go on without it: nobody would restart them (DESIGN section 9)."""

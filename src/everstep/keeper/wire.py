@@ -39,7 +39,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 class Hello(Message, frozen=True):
     """First frame of a connection. ``launch`` names one start of the workers: the keeper answers
-    a worker only once :class:`BeginAttempt` of the same launch was said. ``token`` is asked of
+    a worker only once :class:`BeginAttempt` of the same launch was said. ``attempt`` is the one
+    that a worker belongs to already, 0 where it comes for the first time. ``token`` is asked of
     keepers that come by TCP."""
 
     role: Role
@@ -49,6 +50,7 @@ class Hello(Message, frozen=True):
     local_rank: int = 0
     node: int = 0
     token: str = ""
+    attempt: int = 0
     version: int = VERSION
 
 
@@ -79,8 +81,10 @@ class BeginAttempt(Message, frozen=True):
     ``attempt == 0`` asks the keeper to claim the number itself (no agent). ``ranks_of_node[k]``
     are the global ranks on node k. ``coordinator`` is (host, port) of node 0's keeper, empty on
     node 0. ``resume`` and ``expected`` (this agent lived through a snapshot) are for R5: where it
-    is expected, ``resume == "never"`` does not begin anew a second time. ``agent`` is the id with
-    which the agent claims: its later claims are no stranger's.
+    is expected, ``resume == "never"`` does not begin anew a second time. ``again`` says that
+    another launcher (torchrun) restarts the job: what the keeper knows of the start before decides
+    whether a snapshot is expected. ``agent`` is the id with which the agent claims: its later
+    claims are no stranger's.
     """
 
     launch: str
@@ -89,6 +93,7 @@ class BeginAttempt(Message, frozen=True):
     ranks_of_node: tuple[tuple[int, ...], ...]
     resume: str = "auto"
     expected: bool = False
+    again: bool = False
     coordinator: tuple[str, int] | None = None
     token: str = ""
     policy: Policy = Policy()
@@ -320,6 +325,7 @@ AnyMessage = (
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _LENGTH = struct.Struct("<I")
+_DESCRIPTOR = struct.Struct("i")
 
 
 def encode(message: Message) -> bytes:
@@ -346,6 +352,20 @@ def frame_length(buffer: bytearray, at: int, limit: int) -> int:
     if body > limit:
         raise KeeperError(f"a keeper message of {body} bytes is over the limit of {limit}.")
     return LENGTH_BYTES + body
+
+
+def receive(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """At most ``count`` bytes and the descriptors beside them, which no program that this process
+    executes inherits: a slot's memory is freed with its last holder."""
+    # socket.recv_fds takes flags and does not pass them on.
+    room = socket.CMSG_LEN(MAX_DESCRIPTORS * _DESCRIPTOR.size)
+    data, beside, _, _ = connection.recvmsg(count, room, socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, raw in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(raw) - len(raw) % _DESCRIPTOR.size  # what did not fit is cut off
+            fds += [fd for (fd,) in _DESCRIPTOR.iter_unpack(raw[:whole])]
+    return data, fds
 
 
 class Link:
@@ -424,9 +444,7 @@ class Link:
                 raise KeeperError("the keeper did not answer in time.")
             self._socket.settimeout(left)
             try:
-                part, new, _, _ = socket.recv_fds(
-                    self._socket, min(count - len(got), 1 << 20), MAX_DESCRIPTORS
-                )
+                part, new = receive(self._socket, min(count - len(got), 1 << 20))
             except TimeoutError as late:
                 raise KeeperError("the keeper did not answer in time.") from late
             except OSError as gone:

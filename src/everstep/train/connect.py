@@ -169,6 +169,7 @@ def _begin(settings: Settings, place: Place) -> BeginAttempt:
         node=place.node,
         ranks_of_node=place.ranks_of_node,
         resume=settings.resume,
+        again=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"),
         coordinator=coordinator,
         token=token,
         policy=Policy(settings.snapshot_every, settings.checkpoint_every),
