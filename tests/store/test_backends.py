@@ -77,6 +77,7 @@ class _Failing(PosixOs):
         ("open_new", errno.EDQUOT, StoreFull),
         ("open_new", errno.EACCES, StoreNotWritable),
         ("mkdir", errno.EROFS, StoreNotWritable),
+        ("mkdir", errno.ENOTDIR, StoreNotWritable),
         ("fsync", errno.EIO, StoreError),
         ("fsync_folder", errno.EIO, StoreError),
     ],

@@ -32,7 +32,11 @@ def _translate(error: OSError, key: str, doing: str) -> StoreError:
         return StoreNotWritable(
             what, hint="Give this user access to the store's folder, or pass another --store."
         )
-    if number in (errno.ENOENT, errno.ENOTDIR):
+    if number in (errno.ENOTDIR, errno.EEXIST):
+        return StoreNotWritable(
+            what, hint="A file stands where a folder of the store must be; pass another --store."
+        )
+    if number == errno.ENOENT:
         return StoreError(what, hint="Was the store's file system unmounted or its folder removed?")
     return StoreError(what, hint="Look at the disk or the mount of the store.")
 
