@@ -133,7 +133,7 @@ def _stop_for_good(end: AttemptEnd, history: History) -> Decision | None:
 def _stopped_by(end: AttemptEnd, number: int) -> tuple[int, str]:
     name = signal.Signals(number).name
     if number != signal.SIGTERM:
-        return 128 + number, f"stopped by {name}"
+        return exits.SIGNALLED + number, f"stopped by {name}"
     if end.attached and end.workers and all(worker.code == 0 for worker in end.workers):
         return exits.FINISHED, "all workers ended with exit code 0"
     return exits.PREEMPTED, f"stopped by {name}"

@@ -14,6 +14,7 @@ NO_RECOVERY_POINT = 77
 REFUSED = 78
 OWNED = 79
 NO_PROGRESS = 93
+SIGNALLED = 128
 
 MEANING: dict[int, str] = {
     FINISHED: "the job reached its last step, and its last checkpoint is committed",
@@ -27,6 +28,8 @@ MEANING: dict[int, str] = {
     "a restart would not help",
     OWNED: "another live agent runs this job (EVS-501)",
     NO_PROGRESS: "three attempts in a row got no further; do not requeue (EVS-502)",
+    SIGNALLED: "and the number of the signal (130: Ctrl-C): stopped by another signal than SIGTERM, "
+    "without a last cut; start the job again and it goes on from its newest state",
 }
 
 FINAL = frozenset({PREEMPTED, NOT_DURABLE, NO_RECOVERY_POINT, REFUSED})
