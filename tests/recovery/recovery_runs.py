@@ -227,6 +227,7 @@ class Trial:
             "TMPDIR": str(self.folder / "tmp"),
             "EVERSTEP_SNAPSHOT_EVERY": "1",
             "EVERSTEP_CHECKPOINT_EVERY": "0",
+            "EVERSTEP_FINAL_DEADLINE": "90",
         }
         return kept | told | ({VARIABLE: self._told} if self.faults else {})
 

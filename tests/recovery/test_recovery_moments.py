@@ -20,7 +20,9 @@ import everstep
 pytestmark = pytest.mark.timeout(1800)
 
 GPT, OTHERS = "gpt_ddp.py", sorted(SMALL.keys() - {"gpt_ddp.py"})
-IN_TEST, SEEDS = (1, 2), range(1, 21)
+IN_TEST = (1, 3)
+"""One in which a rank dies while it loads, and one in which the keeper dies in the election."""
+SEEDS = range(1, 21)
 
 ELSEWHERE = {
     "store.load.before_read",  # a rank reads the store: only after memory was lost as well
@@ -39,8 +41,9 @@ def disturb(begin: Begin, reference: Reference, case: Case, seed: int, count: in
     undisturbed = reference(replace(case, nodes=1))
     trial = begin(case, faults, name=f"seed {seed}")
     trial.run()
-    # A death after several passes may come too late where the disk is slow.
-    assert len(trial.missed()) <= 1, trial.told("hardly anything was disturbed")
+    # Some wait for a pass that a slow disk, or a keeper that another fault has replaced and that
+    # counts from 0, does not get to.
+    assert len(trial.missed()) <= max(1, count // 3), trial.told("hardly anything was disturbed")
     assert_nothing_lost(trial, memory_lost=trial.restarts > 0)
     assert_same(trial, undisturbed)
 
@@ -53,7 +56,7 @@ def test_a_gpt_goes_on_exactly(begin: Begin, reference: Reference, seed: int) ->
 @pytest.mark.parametrize("example", OTHERS)
 def test_every_example_goes_on_exactly(begin: Begin, reference: Reference, example: str) -> None:
     seed = 1 + OTHERS.index(example)
-    disturb(begin, reference, Case(example, world=2, steps=120), seed, count=2)
+    disturb(begin, reference, Case(example, world=2, steps=100), seed, count=2)
 
 
 @pytest.mark.soak
