@@ -28,7 +28,7 @@ MEANING: dict[int, str] = {
     "a restart would not help",
     OWNED: "another live agent runs this job (EVS-501)",
     NO_PROGRESS: "three attempts in a row got no further; do not requeue (EVS-502)",
-    SIGNALLED: "and the number of the signal (130: Ctrl-C): stopped by another signal than SIGTERM, "
+    SIGNALLED: "and the number of the signal (130: Ctrl-C): stopped by a signal but SIGTERM, "
     "without a last cut; start the job again and it goes on from its newest state",
 }
 
