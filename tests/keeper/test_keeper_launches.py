@@ -21,7 +21,7 @@ from keeper_fakes import DEADLINE, GEOMETRY, Agent, Keeper, Place, Worker, closi
 
 from everstep.core.clock import SystemClock
 from everstep.core.location import canonical_store
-from everstep.errors import JobOwned
+from everstep.errors import JobOwned, KeeperError
 from everstep.keeper.address import keeper_name
 from everstep.keeper.background import Background
 from everstep.keeper.client import WorkerLink
@@ -220,6 +220,35 @@ def test_process_that_begins_anew_under_its_old_pid_is_a_new_attempt(place: Plac
             offered = again.ask()
             assert offered.point is not None
             assert (offered.source, offered.point.step >= kept) == ("memory", True)
+
+
+@pytest.mark.parametrize("token", ["secret", "another"])
+def test_nodes_whose_launches_have_other_names_meet_by_their_token(
+    place: Place, token: str
+) -> None:
+    """torchrun is another process on every node, and a launch is named after it."""
+    keepers = [Keeper(place, node) for node in (0, 1)]
+    ranks = ((0,), (1,))
+
+    def connect(node: int, **begin: Any) -> WorkerLink:
+        launch = f"run:{node}"
+        message = BeginAttempt(launch, 0, node, ranks, policy=place.policy, **begin)
+        hello = Hello("worker", os.getpid(), launch, node, 0, node)
+        timeout = DEADLINE if begin["token"] == "secret" else 1.5
+        return WorkerLink.connect(place.name(node), hello, begin=message, timeout=timeout)
+
+    with closing(*keepers):
+        first = connect(0, token="secret")
+        assert first.begun is not None
+        where = ("127.0.0.1", first.begun.port)
+        if token == "secret":
+            second = connect(1, token=token, coordinator=where)
+            assert second.attempt == first.attempt == 1
+            second.close()
+        else:
+            with pytest.raises(KeeperError, match="no keeper answers"):
+                connect(1, token=token, coordinator=where)
+        first.close()
 
 
 def test_another_process_cannot_take_a_rank_within_an_agents_attempt(

@@ -280,10 +280,13 @@ class Attempt:
             return
         self._check_not_over(hello.attempt)
         beginning = self._beginning is not None and self._beginning.launch == hello.launch
-        if beginning or not self._node.launch or hello.launch != self._node.launch:
+        if hello.role == "keeper" and self._knows_token(hello):
+            # Its launch may be named otherwise: torchrun is another process on every node.
+            self._greet_keeper(connection, hello)
+        elif beginning or not self._node.launch or hello.launch != self._node.launch:
             self._lobby.append(connection)
         elif hello.role == "keeper":
-            self._greet_keeper(connection, hello)
+            raise KeeperError(f"the keeper of node {hello.node} does not know the job's token.")
         elif self._node.is_new_life(connection) and not self._begun_by.agent:
             self._lobby.append(connection)  # its launch is about to begin under the same name
         else:
@@ -310,11 +313,12 @@ class Attempt:
         if older is not None:
             older.closed = True
 
+    def _knows_token(self, hello: wire.Hello) -> bool:
+        return bool(self._token) and secrets.compare_digest(hello.token, self._token)
+
     def _greet_keeper(self, connection: Connection, hello: wire.Hello) -> None:
         if self._lead is None:
             raise KeeperError("this is not the keeper of node 0.")
-        if not secrets.compare_digest(hello.token, self._token):
-            raise KeeperError(f"the keeper of node {hello.node} does not know the job's token.")
         self._lead.join(hello.node, connection)
         node = self._node
         connection.send(Welcome(os.getpid(), node.attempt, node.world, "", ""))
