@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,21 @@ def _in_child(act: Callable[[], object]) -> int:
     """The wait status of a forked child that runs ``act`` and then exits with 7."""
     pid = os.fork()
     if pid == 0:
-        act()
-        os._exit(7)
+        try:
+            act()
+        finally:
+            os._exit(7)
     return os.waitpid(pid, 0)[1]
 
 
+@pytest.fixture
+def _plain_sigterm() -> Iterator[None]:
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.mark.usefixtures("_plain_sigterm")
 def test_sigterm_ends_a_forked_child_as_before_attach() -> None:
     """``Pool.terminate`` and ``Process.terminate`` after attach."""
     flag = TermFlag()
@@ -36,11 +46,9 @@ def test_sigterm_ends_a_forked_child_as_before_attach() -> None:
         flag.close()
 
 
-def test_sigterm_in_a_forked_child_reaches_the_handler_that_was_there(
-    request: pytest.FixtureRequest,
-) -> None:
-    former = signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
-    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, former))
+@pytest.mark.usefixtures("_plain_sigterm")
+def test_sigterm_in_a_forked_child_reaches_the_handler_that_was_there() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
     flag = TermFlag()
     status = _in_child(lambda: os.kill(os.getpid(), signal.SIGTERM))
     flag.close()
