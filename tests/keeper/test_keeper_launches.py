@@ -6,6 +6,7 @@ Workers that must die or be told apart are real processes; each does what the te
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -19,12 +20,16 @@ from typing import Any
 import pytest
 from keeper_fakes import DEADLINE, GEOMETRY, Agent, Keeper, Place, Worker, closing, train, until
 
+from everstep.cadence.policy import Policy
 from everstep.core.clock import SystemClock
+from everstep.core.ids import Point
 from everstep.core.location import canonical_store
 from everstep.errors import JobOwned, KeeperError
+from everstep.keeper import commands, facts
 from everstep.keeper.address import keeper_name
 from everstep.keeper.background import Background
 from everstep.keeper.client import WorkerLink
+from everstep.keeper.coordinate import Coordinator
 from everstep.keeper.holdings import Holdings
 from everstep.keeper.identity import Process, end_processes, identity_of, is_alive, process_of
 from everstep.keeper.owner import Owner
@@ -579,3 +584,31 @@ def test_url_of_another_place_is_left_as_it_is() -> None:
     for url in ("s3://bucket/a/../b", "memory://name", "file://host/share"):
         assert canonical_store(url, never) == url
     assert canonical_store("file:///a%20b", lambda path: path) == "file:///a b"
+
+
+# -- a keeper that died after the commit
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("slots", "store", "question"))))
+def test_wait_for_a_commit_that_a_dead_keeper_made_is_answered(order: tuple[str, ...]) -> None:
+    """Whichever the new keeper learns first: the rank's slots, the store, or the question."""
+    point = Point(3, 1)
+    told = {
+        "slots": facts.SlotsSeen(
+            0, 0, (facts.Held(0, 0, point, "layout", 1, True, False),)
+        ),
+        "store": facts.StoreRead(
+            1, (facts.Candidate(point, 1),), True, branched=True, branch_source="fresh"
+        ),
+        "question": facts.DurableAsked(0, 3, 600.0),
+    }  # fmt: skip
+    coordinator = Coordinator()
+    coordinator.handle(facts.Begun(1, ((0,),), "auto", False, Policy(1, 0.0)), 0.0)
+    for now, fact in enumerate([facts.NodeJoined(0, ()), facts.Registered(0)]):
+        coordinator.handle(fact, float(now))
+    out = [c for at, name in enumerate(order) for c in coordinator.handle(told[name], 2.0 + at)]
+    out += coordinator.handle(facts.Tick(), 6.0)
+    answers = [c for c in out if isinstance(c, commands.AnswerDurable)]
+    assert [answer.rank for answer in answers] == [0]
+    if order.index("slots") < order.index("question") or order[0] == "store":
+        assert answers[0].durable

@@ -242,6 +242,8 @@ class Durable:
         snapshot = self.at.table.complete(self.wanted) or self.at.table.newest()
         if snapshot is None or snapshot.point in self.commits:
             self.wanted = None
+            if snapshot is not None:
+                self._answer(snapshot.point, durable=True)  # who asked before the store was read
             return
         if snapshot.point.attempt not in self.at.branches:
             return  # the branch of the snapshot's own attempt comes first (S6)
