@@ -13,6 +13,7 @@ from everstep.core.settings import Settings
 from everstep.errors import BadName, UsageError
 from everstep.train.options import Options, effective
 from everstep.train.place import Place, read_place
+from everstep.train.run import attach
 from everstep.train.stop import TermFlag, Terminated
 
 TORCHRUN = {
@@ -142,3 +143,8 @@ def test_two_flags_are_chained_and_closed_in_any_order(handler: list[int]) -> No
     assert second.raised
     assert handler == [signal.SIGTERM]
     second.close()
+
+
+def test_object_without_a_keyword_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"attach\(\) was given a PosixPath without a keyword"):
+        attach(Path("model"))  # type: ignore[arg-type]

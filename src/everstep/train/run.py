@@ -44,6 +44,12 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
     where this process has attached to the job before and may not do so again;
     :class:`~everstep.errors.JobOwned` where the job runs elsewhere.
     """
+    if options is not None and not isinstance(options, Options):
+        raise UsageError(
+            f"attach() was given a {type(options).__name__} without a keyword.",
+            hint="Name each object: attach(model=model, optimizer=optimizer). Only Options stand "
+            "without a name.",
+        )
     options = options or Options()
     settings = effective(options, os.environ, sys.argv)
     place = read_place(
