@@ -56,7 +56,16 @@ class Restorer:
         if loaded is None:
             return 0
         reach("train.restore.before_apply")
-        self._session.apply(loaded)
+        changed = self._session.apply(loaded)
+        if changed:
+            self._connection.say(
+                "train.environment_changed",
+                f"rank {self._place.rank}: {'; '.join(changed)}: the state is exact, but from "
+                "here on the run may differ from an undisturbed one in the last bits (R4)",
+                step=loaded.step,
+                level="warning",
+                loud=True,
+            )
         self.durable = candidate.source == "store"
         self._connection.say(
             "train.restored",

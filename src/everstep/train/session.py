@@ -24,6 +24,7 @@ from everstep.state.inspect import Attached, LiveState
 from everstep.state.objects import Objects
 from everstep.state.restore import Destination
 from everstep.train.data import DataFeed
+from everstep.train.environment import changes, observe
 from everstep.train.options import Options
 from everstep.train.place import Place
 
@@ -74,6 +75,7 @@ class Session:
         with _streams_untouched() as streams:
             extra = {
                 "step": step,
+                "environment": observe(self._place.world),
                 "rng": streams,
                 "data": None if self._feed is None else self._feed.position(),
             }
@@ -100,15 +102,18 @@ class Session:
             state, tree, tensors, tuple(Destination(ref, tensor) for ref, tensor in pairs)
         )
 
-    def apply(self, loaded: Loaded) -> None:
+    def apply(self, loaded: Loaded) -> list[str]:
         """After the vote: hand the records to the objects, go to the data position, and put the
-        RNG of the boundary back last, because everything before may have drawn from it."""
+        RNG of the boundary back last, because everything before may have drawn from it.
+
+        Gives what has changed around the state, so that the continuation may differ (R4)."""
         extra = restore.extra(self.attached, loaded.state, loaded.tree, loaded.tensors)
         restore.apply(self.attached, loaded.state, loaded.tree, loaded.tensors)
         if self._feed is not None and extra["data"] is not None:
             self._feed.restore(extra["data"])
             self._feed.prepare()
         rng.restore(extra["rng"])
+        return changes(extra["environment"], observe(self._place.world))
 
     def close(self) -> None:
         """Take the hooks off the user's objects."""
