@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
+from everstep.agent.script import Kind
 from everstep.core import settings as core_settings
 from everstep.core.ids import check_job, default_job
 from everstep.core.settings import Settings, from_environment
@@ -38,14 +39,16 @@ DEFAULT_MASTER_PORT = 29500
 @dataclass(frozen=True)
 class Launch:
     """One call of ``everstep run``. ``max_restarts`` is None where no limit was given: then the
-    rule of progress decides. ``job_given`` says that the name was not made up here,
-    ``temporary_logs`` is the folder that torch made for logs where none was given."""
+    rule of progress decides. ``kind`` says what ``name`` is. ``job_given`` says that the name of
+    the job was not made up here, ``temporary_logs`` is the folder that torch made for logs where
+    none was given."""
 
     settings: Settings
     config: LaunchConfig
     entrypoint: str | Callable[..., object]
     arguments: tuple[str, ...]
     name: str
+    kind: Kind
     max_restarts: int | None
     job_given: bool
     temporary_logs: str = ""
@@ -98,6 +101,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         entrypoint=entrypoint,
         arguments=tuple(rest),
         name=args.training_script,
+        kind="module" if args.module else "program" if args.no_python else "file",
         max_restarts=max_restarts,
         job_given=bool(told.job),
         temporary_logs="" if args.log_dir or args.logs_specs else _log_dir(config),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from everstep.agent.flags import Launch, parse
 from everstep.agent.loop import Agent, exit_code_of
 from everstep.agent.record import Recorder
+from everstep.agent.script import check_script
 from everstep.agent.signals import Signals
 from everstep.core.settings import variable
 from everstep.errors import EverstepError
@@ -23,6 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a job as the command line says; its exit code (:mod:`everstep.core.exits`)."""
     try:
         launch = _with_absolute_events(parse(arguments, os.environ))
+        check_script(launch.name, launch.kind, os.environ)
     except EverstepError as error:
         print(f"everstep run: {error}", file=sys.stderr)
         return exit_code_of(error)
