@@ -301,6 +301,7 @@ class Agent:
             "attempt.ended",
             f"attempt {plan.attempt} ended: {decision.reason}"
             + ("; restarting" if going_on else ""),
+            level="info" if going_on else "debug",  # what follows says it again
             action=decision.action, exit_code=decision.exit_code, reason=decision.reason,
             stuck=decision.history.stuck,
         )  # fmt: skip
@@ -309,12 +310,15 @@ class Agent:
         if decision.warning:
             self._record.say("job.warning", decision.warning, level="warning")
         quiet = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
-        if not quiet and any(not failure.ours for failure in self._failures):
+        told = decision.reason
+        if decision.exit_code in exits.FINAL and report.tell_refusals(self._failures):
+            told = "the job cannot go on: see the error above; a restart would not help"
+        elif not quiet and any(not failure.ours for failure in self._failures):
             report.tell(self._launch.name, self._failures)
         self._record.say(
-            "job.stopped", f"exit code {decision.exit_code}: {decision.reason}",
+            "job.stopped", f"exit code {decision.exit_code}: {told}",
             level="info" if quiet else "error", exit_code=decision.exit_code,
-            reason=decision.reason,
+            reason=decision.reason, errors=report.messages(self._failures),
         )  # fmt: skip
         if self._launch.temporary_logs and not self._failures:
             shutil.rmtree(self._launch.temporary_logs, ignore_errors=True)
@@ -375,6 +379,8 @@ class Agent:
             "attempt": plan.attempt,
             "node": round_.node,
             "nodes": round_.nodes,
+            "ranks": ",".join(f"{ranks[0]}-{ranks[-1]}" for ranks in plan.ranks_of_node()),
+            "agent_pid": os.getpid(),
         }
         told = to_environment(replace(self._launch.settings, **own))
         # Said even where they are the defaults: the agent's own environment may hold others.

@@ -60,6 +60,37 @@ def tell(name: str, failures: list[Failure], stream: TextIO | None = None) -> No
         handler.dump_error_file(root.error_file, root.exitcode)
 
 
+def tell_refusals(failures: list[Failure], stream: TextIO | None = None) -> bool:
+    """Print each different error that workers wrote before they refused to go on, once, with the
+    ranks that have it. False where none did."""
+    ranks: dict[str, list[int]] = {}
+    for failed in sorted(failures, key=lambda f: (f.ours, f.seen)):
+        if _wrote(failed.process):
+            ranks.setdefault(_trace(failed.process), []).append(failed.rank)
+    for trace, same in ranks.items():
+        print(f"{_named(same)}:\n{trace}", file=stream or sys.stderr, flush=True)
+    return bool(ranks)
+
+
+def messages(failures: list[Failure]) -> dict[str, str]:
+    """The last line of what each failed worker wrote, by rank."""
+    wrote = [failed for failed in failures if _wrote(failed.process)]
+    return {str(f.rank): _trace(f.process).rpartition("\n")[2] for f in wrote}
+
+
+def _trace(process: ProcessFailure) -> str:
+    message: object = process.message
+    if isinstance(message, dict):
+        message = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+    return str(message).rstrip()
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, sorted(ranks)))}, each"
+
+
 def _error(name: str, failures: list[Failure]) -> ChildFailedError:
     # Failures that everstep caused come last: they are never the root (F2). Of those in the same
     # second, of which torch's block takes the first, the one seen first is the first.

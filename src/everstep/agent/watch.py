@@ -160,7 +160,8 @@ class Watch:
     def _on_end(self, ended: WorkerEnd, now: float) -> None:
         ours = " (sent by everstep)" if ended.by_everstep else ""
         pid = self._workers.pids[ended.rank]
-        quiet = ended.code == 0 or ended.by_everstep
+        # A final code is its worker's own word, and what ends the job is told at the end.
+        quiet = ended.code == 0 or ended.by_everstep or ended.code in exits.FINAL
         self._record.say(
             "worker.exited", f"rank {ended.rank} (pid {pid}): {describe(ended.code)}{ours}",
             level="debug" if quiet else "warning", rank=ended.rank, pid=pid, code=ended.code,

@@ -24,8 +24,8 @@ MEANING: dict[int, str] = {
     NOT_DURABLE: "all steps ran, but the last checkpoint could not be committed in time; "
     "the keeper holds it and goes on trying",
     NO_RECOVERY_POINT: "a recovery point is expected and none verifies (EVS-401)",
-    REFUSED: "the job cannot go on as it was started (world size, state names, loader); "
-    "a restart would not help",
+    REFUSED: "the job cannot go on as it was started (what the script says to everstep, world "
+    "size, state names, loader); a restart would not help",
     OWNED: "another live agent runs this job (EVS-501)",
     NO_PROGRESS: "three attempts in a row got no further; do not requeue (EVS-502)",
     SIGNALLED: "and the number of the signal (130: Ctrl-C): stopped by a signal but SIGTERM, "
