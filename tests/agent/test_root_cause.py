@@ -65,3 +65,17 @@ def test_the_root_causes_file_is_handed_to_a_launcher_above(
     tell("train.py", [fail(0, 1, now=1000.5, file=told)], stream)
     assert "bad batch" in stream.getvalue()
     assert "bad batch" in json.loads(above.read_text())["message"]["message"]
+
+
+def test_the_same_error_of_many_ranks_has_one_traceback(tmp_path: Path) -> None:
+    """The first one's, which is the root; another error keeps its own."""
+    trace = "Traceback:\n  File train.py\nValueError: bad batch"
+    failures = [
+        fail(rank, 1, now=1001.0, file=error_file(tmp_path / str(rank), text, 1000.0 + rank / 10))
+        for rank, text in enumerate([trace, trace, "Traceback:\n  here\nKeyError: 3", trace])
+    ]
+    text = block("train.py", failures)
+    assert text.count("File train.py") == 1
+    assert "File train.py" in text.split("Root Cause (first observed failure):")[1]
+    assert text.count("the same error as rank 0: ValueError: bad batch") == 2
+    assert "KeyError: 3" in text

@@ -6,9 +6,10 @@ anything. Called by: workers (one failure at a time), the loop (the block, at th
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -95,7 +96,23 @@ def _error(name: str, failures: list[Failure]) -> ChildFailedError:
     # Failures that everstep caused come last: they are never the root (F2). Of those in the same
     # second, of which torch's block takes the first, the one seen first is the first.
     ordered = sorted(failures, key=lambda f: (f.ours, f.seen))
-    return ChildFailedError(name, {f.rank: f.process for f in ordered})
+    return ChildFailedError(name, {f.rank: f.process for f in _folded(ordered)})
+
+
+def _folded(ordered: list[Failure]) -> list[Failure]:
+    """Where ranks have failed with the same message, the first one's traceback stands for all."""
+    first: dict[str, int] = {}
+    folded = []
+    for failed in ordered:
+        last = _trace(failed.process).rpartition("\n")[2]
+        rank = first.setdefault(last, failed.rank)
+        if rank == failed.rank or not _wrote(failed.process):
+            folded.append(failed)
+            continue
+        process = copy.copy(failed.process)
+        process.message = f"the same error as rank {rank}: {last}"
+        folded.append(replace(failed, process=process))
+    return folded
 
 
 def _wrote(process: ProcessFailure) -> bool:
