@@ -426,7 +426,7 @@ def test_slot_names_of_an_offer_are_the_nodes_own() -> None:
     for node in range(2):
         held = (Held(node, 0, Point(5, 1), "l", 2), Held(node, 1, None, "", 0))
         coordinator.handle(facts.NodeJoined(node, held), 0.0)
-    coordinator.handle(facts.StoreRead(2), 0.0)
+    coordinator.handle(facts.StoreRead(2, branches={1: None}), 0.0)
     checks: list[Command] = []
     for rank in range(2):
         coordinator.handle(facts.Registered(rank), 0.0)

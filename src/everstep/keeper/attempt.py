@@ -260,7 +260,7 @@ class Attempt:
                 attempt, message.ranks_of_node, message.resume, message.expected, message.policy
             )
         )
-        self._tell(facts.NodeJoined(0, self._node.inventory()))
+        self._tell(facts.NodeJoined(0, self._node.inventory(), self._node.elections()))
 
     def _say_adopted(self) -> None:
         if self.adopted:
@@ -384,8 +384,9 @@ class Attempt:
         uplink = self._uplink
         if uplink is None or not uplink.welcomed or not self._node.attempt:
             return
-        self._tell(facts.NodeJoined(self._node.node, self._node.inventory()))
-        for fact in self._node.asked_again():
+        node = self._node
+        self._tell(facts.NodeJoined(node.node, node.inventory(), node.elections()))
+        for fact in node.asked_again():
             self._tell(fact)
 
     def _dial(self, message: BeginAttempt) -> None:

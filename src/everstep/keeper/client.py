@@ -52,6 +52,7 @@ from everstep.keeper.wire import (
     SlotsOpen,
     Vote,
     Welcome,
+    WentOn,
 )
 
 RETRY_SECONDS = 0.05
@@ -127,6 +128,7 @@ class WorkerLink:
         self._fds: tuple[int, ...] = ()
         self._missing: set[type[Message]] = set()
         self._offered: Offered | None = None
+        self._went_on: WentOn | None = None
         self._page: ControlPage | None = None
         self._slots: tuple[Slot, Slot] | None = None
         self._pid = os.getpid()
@@ -258,6 +260,7 @@ class WorkerLink:
         except KeeperError:
             return self.ask_offer(timeout=max(0.0, deadline - time.monotonic()))
         if isinstance(answer, Elected):
+            self._went_on = WentOn(self.attempt, answer.source, answer.point, self.world)
             return answer
         assert isinstance(answer, Offer)
         self._offered = Offered(answer, fds)
@@ -388,7 +391,7 @@ class WorkerLink:
                 self._restart_at = now + RESTART_SECONDS
                 self._restart()
             return False
-        hello = msgspec.structs.replace(self._hello, attempt=self.attempt)
+        hello = msgspec.structs.replace(self._hello, attempt=self.attempt, went_on=self._went_on)
         self._pending.send(hello, timeout=1.0)
         self._missing = {Welcome} if self._begin is None else {Welcome, AttemptBegun}
         if self._begin is not None:

@@ -13,7 +13,11 @@ import mmap
 import os
 import struct
 
+import xxhash
+
+from everstep.core.ids import Point
 from everstep.errors import CorruptObject
+from everstep.keeper.wire import WentOn
 
 _MAGIC = 0x31434B5045535645
 _SIZE = 4 * mmap.PAGESIZE
@@ -26,6 +30,11 @@ _WORD = struct.Struct("<Q")
 _CUT_SEQUENCE, _CUT_STEP, _STOP_REQUESTED, _STOP_STEP, _STOP_FINAL, _DEMOTED, _ATTEMPT = range(
     64, 120, 8
 )
+# Attempt, source, step and attempt of the point, world, digest of the five. Never read by workers.
+_WENT_ON = struct.Struct("<6Q")
+_WENT_ON_AT = 128
+_KEPT_ELECTIONS = 16
+_SOURCES = ("fresh", "memory", "store")
 # Written by the worker, in its own line.
 _STEP, _BOUNDARY, _STEP_NANOS, _CUT_NANOS, _PHASE = range(0, 40, 8)
 # Written by the keeper, in the worker's line.
@@ -133,6 +142,30 @@ class ControlPage:
         """The attempt that the page serves, 0 where none was said."""
         return self._get(_ATTEMPT)
 
+    def note_election(self, election: WentOn) -> None:
+        """Keep what an attempt went on from: for the keeper after this one, which may have to
+        write the branch. The newest 16 attempts are kept."""
+        point = election.point or Point(0, 0)
+        source = _SOURCES.index(election.source)
+        words = (election.attempt, source, point.step, point.attempt, election.world)
+        _WENT_ON.pack_into(self._map, _election_at(election.attempt), *words, _sum(words))
+
+    def forget_election(self, attempt: int) -> None:
+        """What was noted of that attempt is of another life."""
+        if any(election.attempt == attempt for election in self.elections()):
+            _WENT_ON.pack_into(self._map, _election_at(attempt), *(0,) * 6)
+
+    def elections(self) -> tuple[WentOn, ...]:
+        """What was noted, oldest first; a note that a death has torn is none."""
+        found = []
+        for at in range(_KEPT_ELECTIONS):
+            *words, digest = _WENT_ON.unpack_from(self._map, _WENT_ON_AT + at * _WENT_ON.size)
+            attempt, source, step, restored, world = words
+            if attempt and digest == _sum(tuple(words)):
+                point = Point(step, restored) if restored else None
+                found.append(WentOn(attempt, _SOURCES[source], point, world))
+        return tuple(sorted(found, key=lambda election: election.attempt))
+
     def close(self) -> None:
         self._map.close()
 
@@ -142,3 +175,11 @@ class ControlPage:
     def _get(self, at: int) -> int:
         value: int = _WORD.unpack_from(self._map, at)[0]
         return value
+
+
+def _election_at(attempt: int) -> int:
+    return _WENT_ON_AT + attempt % _KEPT_ELECTIONS * _WENT_ON.size
+
+
+def _sum(words: tuple[int, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(words)}Q", *words))

@@ -21,6 +21,7 @@ from everstep.keeper.facts import (
     CutMissed,
     Digested,
     DurableAsked,
+    ElectionKnown,
     Fenced,
     Left,
     MemoryChecked,
@@ -93,7 +94,9 @@ class Coordinator:
             fact, CutMade | CutMissed | SlotAsked | Boundaries | RankArrived | DurableAsked
         ):
             self._take_training(fact)
-        elif isinstance(fact, StoreRead | OfferAsked | Voted | MemoryChecked | BranchWritten):
+        elif isinstance(
+            fact, StoreRead | OfferAsked | Voted | MemoryChecked | BranchWritten | ElectionKnown
+        ):
             self._take_restore(fact)
         else:
             self._take_work(fact)
@@ -129,6 +132,7 @@ class Coordinator:
             case NodeJoined():
                 at.joined.add(fact.node)
                 at.table.see_node(fact.node, fact.slots)
+                self.election.elections_known(fact.went_on)
             case NodeLeft():
                 at.joined.discard(fact.node)
                 self.durable.node_left(fact.node)
@@ -201,7 +205,8 @@ class Coordinator:
     # -- restore
 
     def _take_restore(
-        self, fact: StoreRead | OfferAsked | Voted | MemoryChecked | BranchWritten
+        self,
+        fact: StoreRead | OfferAsked | Voted | MemoryChecked | BranchWritten | ElectionKnown,
     ) -> None:
         match fact:
             case StoreRead():
@@ -218,6 +223,8 @@ class Coordinator:
                 self.election.memory_checked(fact)
             case BranchWritten():
                 self.election.branch_written(fact)
+            case ElectionKnown():
+                self.election.elections_known((fact.went_on,))
 
     def _elected(self, choice: Choice) -> None:
         """What lies beyond the recovery point is no state of this job any more (S6)."""

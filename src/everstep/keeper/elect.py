@@ -25,7 +25,7 @@ from everstep.keeper.commands import (
 from everstep.keeper.facts import BranchWritten, MemoryChecked, OfferAsked, StoreRead, Voted
 from everstep.keeper.situation import Situation
 from everstep.keeper.table import Complete
-from everstep.keeper.wire import SlotName
+from everstep.keeper.wire import SlotName, WentOn
 from everstep.store.lineage import on_lineage
 
 STORE_RETRIES = 5
@@ -68,6 +68,8 @@ class Election:
     elected: Choice | None = None
     refusal: tuple[str, str, str] | None = None
     owed: list[OwedBranch] = field(default_factory=list)
+    known: dict[int, WentOn] = field(default_factory=dict)
+    refused_branches: set[int] = field(default_factory=set)
     read_failures: int = 0
     branch_failures: int = 0
     read_at: float | None = None
@@ -83,10 +85,24 @@ class Election:
         self.tried, self.checking, self.singles = [], set(), {}
         self.offered = self.branching = False
         self.read_failures = self.branch_failures = 0
-        self.read_at = self.branch_at = self.asked_at = None
+        self.read_at = self.asked_at = None
+        self.branch_at = self.at.now if self.owed else None
+        self.known.pop(self.at.attempt, None)  # the nodes say again what is of this life
         self.at.say(ReadStore(0, self.at.attempt))
 
     # -- facts
+
+    def elections_known(self, told: tuple[WentOn, ...]) -> None:
+        """What attempts went on from, as nodes and ranks say that lived through it. Of this very
+        attempt: an earlier keeper held its election, and may not have written the branch."""
+        for election in told:
+            if election.attempt <= self.at.attempt and _goes_back(election):
+                self.known.setdefault(election.attempt, election)
+        mine = self.known.get(self.at.attempt)
+        if mine is None or self.elected is not None or self.offer is not None:
+            return  # an offer is made when all ranks ask: none of them has gone on yet
+        self._owe_missing(mine)
+        self._learn(Choice(mine.source, mine.point))
 
     def store_read(self, fact: StoreRead) -> None:
         if fact.attempt != self.at.attempt:
@@ -97,11 +113,16 @@ class Election:
             return
         self.store = fact
         self.at.branches.update(fact.branches)
+        self.owed = [owed for owed in self.owed if owed.attempt not in fact.branches]
         for what in fact.damaged:
             self.at.tell("checkpoint.damaged", what, level="warning")
         if fact.branched and self.elected is None:
             self.at.branches[fact.attempt] = fact.branch
             self._learn(Choice(fact.branch_source, fact.branch))
+        newest = self.at.table.newest()
+        if newest is not None and on_lineage(self._branches(), [newest.point]):
+            # It may have to be stored before, or without, another restore.
+            self._owe_missing(self.known.get(newest.point.attempt))
 
     def offer_asked(self, fact: OfferAsked) -> None:
         at = self.at
@@ -150,7 +171,7 @@ class Election:
             self._offer_all(self.offer)
 
     def branch_written(self, fact: BranchWritten) -> None:
-        if self.owed and fact.attempt == self.owed[0].attempt and self.elected is not None:
+        if self.owed and fact.attempt == self.owed[0].attempt:
             self._owed_written(fact)
             return
         if not self.branching or fact.attempt != self.at.attempt or self.offer is None:
@@ -247,8 +268,26 @@ class Election:
         )
 
     def _memory(self) -> Point | None:
-        points = [snapshot.point for snapshot in self.at.table.completes()]
-        return next((p for p in points if Choice("memory", p) not in self.rejected), None)
+        for snapshot in self.at.table.completes():
+            choice = Choice("memory", snapshot.point)
+            if choice not in self.rejected and self._rooted(snapshot.point):
+                return snapshot.point
+        return None
+
+    def _rooted(self, point: Point) -> bool:
+        """Whether a branch can name ``point``: that of its own attempt is there, or can be
+        written. Else everything that follows from it would never be stored (S6)."""
+        assert self.store is not None, "asked before the store was read"
+        known = point.attempt in self._branches() or bool(self.store.error)
+        if not known:
+            self.rejected.add(Choice("memory", point))
+            why = f"what attempt {point.attempt} went on from is known to nobody any more"
+            self.tried.append(f"memory step {point.step}: {why}")
+            self.at.tell(
+                "restore.rejected", f"step {point.step} (memory) cannot be restored: {why}",
+                level="error", step=point.step, source="memory", reason=why,
+            )  # fmt: skip
+        return known
 
     def _stored(self) -> Point | None:
         assert self.store is not None, "asked before the store was read"
@@ -302,9 +341,7 @@ class Election:
         """What the memory holds of a life that the job went on without, here or elsewhere, is no
         state of the job (S6). A later attempt than all that are known is none: nothing has gone
         on without it, its branch just could not be written yet."""
-        known = dict(self.at.branches)
-        for owed in self.owed:
-            known.setdefault(owed.attempt, owed.choice.point)
+        known = self._branches()
         strays = set()
         for key, entry in list(self.at.table.entries.items()):
             point = entry.point
@@ -364,9 +401,13 @@ class Election:
 
     def _write_branch(self) -> None:
         assert self.offer is not None, "a branch without an election"
+        if self.offer.point is not None:
+            self._owe_missing(self.known.get(self.offer.point.attempt))
         if self.owed:
             # An earlier attempt's branch comes first: the later one names that attempt.
+            at_once = self.branch_at
             self._owe("an earlier attempt's branch is not written yet")
+            self.branch_at = at_once if at_once is not None else self.branch_at
             return
         self.at.say(
             WriteBranch(0, self.at.attempt, self.offer.point, self.offer.source, self.at.world)
@@ -384,6 +425,26 @@ class Election:
         )  # fmt: skip
         self._settle(self.offer)
 
+    def _owe_missing(self, election: WentOn | None) -> None:
+        """Owe the branches of ``election`` and of those before it that the store does not have:
+        the keeper that held them died before it could write them. The oldest comes first."""
+        missing: list[OwedBranch] = []
+        owed = {one.attempt for one in self.owed}
+        while election is not None and election.attempt not in self.at.branches:
+            if election.attempt not in owed:
+                choice = Choice(election.source, election.point)
+                missing.append(OwedBranch(election.attempt, choice, election.world))
+            election = self.known.get(election.point.attempt) if election.point else None
+        if missing:
+            self.owed = sorted([*self.owed, *missing])
+            self.branch_at = self.at.now
+
+    def _branches(self) -> dict[int, Point | None]:
+        """Those that are known to be in the store, or will be."""
+        known = {attempt: one.point for attempt, one in self.known.items()}
+        known |= {owed.attempt: owed.choice.point for owed in self.owed}
+        return known | self.at.branches
+
     def _write_owed(self) -> None:
         if self.owed:
             first = self.owed[0]
@@ -394,6 +455,14 @@ class Election:
     def _owed_written(self, fact: BranchWritten) -> None:
         if fact.error:
             self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
+            if not fact.retryable and fact.attempt not in self.refused_branches:
+                self.refused_branches.add(fact.attempt)
+                self.at.tell(
+                    "branch.refused",
+                    f"the store refuses the branch of attempt {fact.attempt}, and nothing of it is "
+                    f"stored before it: {fact.error}",
+                    level="error", code=fact.error_code, reason=fact.error,
+                )  # fmt: skip
             return
         written = self.owed.pop(0)
         self.at.branches[written.attempt] = written.choice.point
@@ -480,6 +549,10 @@ class Election:
 _WORLD_HINT = (
     "Start the job with the saved world size, or give it another --job name to begin anew."
 )
+
+
+def _goes_back(election: WentOn) -> bool:
+    return election.point is None or election.point.attempt < election.attempt
 
 
 def _reason(vote: Voted) -> str:

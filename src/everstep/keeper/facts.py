@@ -11,6 +11,7 @@ import msgspec
 from everstep.cadence.policy import Policy
 from everstep.core.ids import Point
 from everstep.errors import KeeperError
+from everstep.keeper.wire import WentOn
 
 
 class Fact(msgspec.Struct, frozen=True, tag=True):
@@ -45,14 +46,22 @@ class Begun(Fact, frozen=True):
 
 
 class NodeJoined(Fact, frozen=True):
-    """A node's keeper says what it holds; said again after a broken connection."""
+    """A node's keeper says what it holds; said again after a broken connection. ``went_on``: what
+    this and earlier attempts went on from there."""
 
     node: int
     slots: tuple[Held, ...]
+    went_on: tuple[WentOn, ...] = ()
 
 
 class NodeLeft(Fact, frozen=True):
     node: int
+
+
+class ElectionKnown(Fact, frozen=True):
+    """A worker that comes again says what its attempt went on from."""
+
+    went_on: WentOn
 
 
 class Registered(Fact, frozen=True):
@@ -250,7 +259,7 @@ AnyFact = (
     Begun | NodeJoined | NodeLeft | Registered | SlotsSeen | RankGone | WorkersOver | CutMade
     | CutMissed | SlotAsked | DurableAsked | OfferAsked | Voted | RankArrived | Boundaries
     | PreemptAsked | Left | StoreRead | MemoryChecked | BranchWritten | Digested | RankPersisted
-    | PersistFailed | Committed | CommitFailed | Fenced | Tick
+    | PersistFailed | Committed | CommitFailed | Fenced | Tick | ElectionKnown
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -50,6 +50,7 @@ from everstep.keeper.wire import (
     SlotsOpen,
     Vote,
     Welcome,
+    WentOn,
 )
 
 
@@ -98,6 +99,8 @@ class Node:
     def begin(self, begin: BeginAttempt, attempt: int) -> None:
         """Serve ``attempt`` from now on; an adopted page of this very attempt goes on."""
         self._page.clear_cut()  # a worker of an earlier attempt may still read the old page
+        if attempt == self.attempt:
+            self._page.forget_election(attempt)  # another start under the same number
         if self._page.served() not in (0, attempt):
             self._replace_page()
         self._page.serve(attempt)
@@ -114,6 +117,10 @@ class Node:
 
     def inventory(self) -> tuple[facts.Held, ...]:
         return self.holdings.inventory()
+
+    def elections(self) -> tuple[WentOn, ...]:
+        """What this node's attempts went on from, also before this keeper."""
+        return self._page.elections()
 
     def asked_again(self) -> list[AnyFact]:
         """What workers still wait for: said again to a new coordinator."""
@@ -199,6 +206,9 @@ class Node:
         self._asking.pop(hello.rank, None)
         welcome = Welcome(os.getpid(), self.attempt, self.world, self._store, self._job)
         connection.send(welcome, (self._page_fd,))
+        if hello.went_on is not None and hello.went_on.attempt == self.attempt:
+            self._page.note_election(hello.went_on)
+            self._tell(facts.ElectionKnown(hello.went_on))
         return older
 
     def gone(self, connection: Connection, *, finished: bool = False) -> None:
@@ -322,6 +332,10 @@ class Node:
             case commands.OfferTo():
                 self._offer(command)
             case commands.ElectTo():
+                # Before any rank can go on: the keeper after this one must know of it.
+                self._page.note_election(
+                    WentOn(self.attempt, command.source, command.point, self.world)
+                )
                 if command.rank in self._workers:
                     self._elected[command.rank] = self._workers[command.rank].process
                 self._answer(command.rank, Elected(command.point, command.source))
@@ -445,9 +459,12 @@ class Node:
     def _replace_page(self) -> None:
         """A fresh page for a new attempt: a worker of the old one that still lives keeps the old
         one and cannot be taken for a rank of this one."""
+        elections = self._page.elections()
         self._close_page()
         self._page_fd = create_page()
         self._page = ControlPage(self._page_fd)
+        for election in elections:
+            self._page.note_election(election)
         if self._demoted:
             self._page.publish_demoted(1)
 

@@ -72,13 +72,17 @@ class Storing:
         reach("keeper.branch.before_write")
         fresh = "" if point else "no recovery point exists"
         kind = source if source in ("memory", "store") else "fresh"
-        self.job().write_branch(
-            attempt,
-            Branch(
-                restored=point, source=kind,  # type: ignore[arg-type]  # narrowed above
-                fresh_reason=fresh, world=world, environment=facts,
-            ),
+        branch = Branch(
+            restored=point, source=kind,  # type: ignore[arg-type]  # narrowed above
+            fresh_reason=fresh, world=world, environment=facts,
         )  # fmt: skip
+        try:
+            self.job().write_branch(attempt, branch)
+        except CommitRefused:
+            # A keeper before this one may have written it, from another environment.
+            there = self.job().branches().get(attempt)
+            if there is None or (there.restored, there.world) != (point, world):
+                raise
         reach("keeper.branch.after_write")
 
     # -- persist

@@ -34,14 +34,26 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages; the tag is the class name."""
 
 
+class WentOn(msgspec.Struct, frozen=True, array_like=True):
+    """What an attempt went on from: ``point`` of ``source``, None for a start from nothing.
+
+    Kept beside the memory (control page, workers), because the store may not have the attempt's
+    branch yet when its keeper dies."""
+
+    attempt: int
+    source: str
+    point: Point | None
+    world: int
+
+
 # -- said by anyone who connects
 
 
 class Hello(Message, frozen=True):
     """First frame of a connection. ``launch`` names one start of the workers: the keeper answers
     a worker only once :class:`BeginAttempt` of the same launch was said. ``attempt`` is the one
-    that a worker belongs to already, 0 where it comes for the first time. ``token`` is asked of
-    keepers that come by TCP."""
+    that a worker belongs to already, 0 where it comes for the first time, and ``went_on`` what it
+    went on from in it. ``token`` is asked of keepers that come by TCP."""
 
     role: Role
     pid: int
@@ -51,6 +63,7 @@ class Hello(Message, frozen=True):
     node: int = 0
     token: str = ""
     attempt: int = 0
+    went_on: WentOn | None = None
     version: int = VERSION
 
 
