@@ -27,8 +27,10 @@ def run(ends: list[AttemptEnd], max_restarts: int | None = None) -> tuple[int, i
     return len(ends), None
 
 
-def died(restored: int = -1, reached: int = -1) -> AttemptEnd:
-    return AttemptEnd((KILLED, STOPPED), restored=restored, reached=reached, attached=True)
+def died(restored: int = -1, reached: int = -1, finished: int = -1) -> AttemptEnd:
+    return AttemptEnd(
+        (KILLED, STOPPED), restored=restored, reached=reached, finished_step=finished, attached=True
+    )
 
 
 def test_three_attempts_without_progress_stop_with_their_own_code() -> None:
@@ -36,10 +38,41 @@ def test_three_attempts_without_progress_stop_with_their_own_code() -> None:
 
 
 def test_an_attempt_that_restored_a_later_step_begins_the_count_anew() -> None:
-    assert run([died(10), died(10), died(10), died(20), died(20), died(20), died(20)]) == (
-        7,
-        exits.NO_PROGRESS,
-    )
+    """DESIGN section 9. All die before they come as far as the first did."""
+    early = [died(step, finished=400) if step == 0 else died(step) for step in (0, 10, 10, 10)]
+    assert run([*early, died(20), died(20), died(20), died(20)]) == (8, exits.NO_PROGRESS)
+    assert run([*early, died(10), died(20)]) == (5, exits.NO_PROGRESS)
+
+
+@pytest.mark.parametrize(
+    "restored",
+    [(-1, -1, -1), (-1, 4, 4), (-1, -1, 1), (-1, 1, 5), (0, 0, 0)],
+    ids=str,
+)
+def test_a_script_that_fails_at_the_same_step_gets_three_attempts(
+    restored: tuple[int, ...],
+) -> None:
+    """Whatever snapshot came in between and moved the restored step."""
+    ends = [died(step, reached=5, finished=9) for step in (*restored, 8, 8, 8)]
+    assert run(ends) == (3, exits.NO_PROGRESS)
+
+
+def test_a_failing_step_that_moves_on_is_progress() -> None:
+    assert run([died(step - 2, finished=step) for step in range(2, 40)]) == (38, None)
+
+
+def test_quick_deaths_after_a_long_run_do_not_count_the_long_run() -> None:
+    long = died(-1, reached=400, finished=420)
+    assert run([long, died(400), died(400), died(400)]) == (4, None), "one of them restored more"
+    assert run([long, died(400), died(400), died(400), died(400)]) == (5, exits.NO_PROGRESS)
+
+
+def test_what_ends_the_job_is_said_with_the_step() -> None:
+    history = History()
+    for _ in range(3):
+        decision = decide(died(finished=9), history, None)
+        history = decision.history
+    assert "3 attempts in a row got no further, not beyond step 9 (EVS-502)" in decision.reason
 
 
 def test_attempts_that_get_further_are_never_stopped() -> None:
@@ -56,7 +89,8 @@ def test_a_later_snapshot_gives_the_next_attempt_its_chance() -> None:
 
 
 def test_snapshots_that_can_never_be_restored_do_not_go_on_for_ever() -> None:
-    assert run([died(10, reached=20)] * 20) == (7, exits.NO_PROGRESS)
+    assert run([died(10, reached=20)] * 20) == (3, exits.NO_PROGRESS)
+    assert run([died(-1, finished=n) for n in range(20)]) == (6, exits.NO_PROGRESS)
 
 
 def test_max_restarts_given_is_honoured_and_replaces_the_rule_of_progress() -> None:
@@ -125,12 +159,16 @@ def test_a_lost_node_is_a_failure_and_never_success() -> None:
 
 
 @given(
-    steps=st.lists(st.tuples(st.integers(-1, 5), st.integers(-1, 5)), min_size=1, max_size=60),
+    steps=st.lists(
+        st.tuples(st.integers(-1, 5), st.integers(-1, 5), st.integers(-1, 9)),
+        min_size=1,
+        max_size=60,
+    ),
 )
-def test_attempts_are_bounded_by_progress(steps: list[tuple[int, int]]) -> None:
+def test_attempts_are_bounded_by_progress(steps: list[tuple[int, int, int]]) -> None:
     """F3 in small: with finitely many restored steps, attempts that go on are finitely many."""
     made, code = run([died(*step) for step in steps])
-    rises = sum(b[0] > a[0] for a, b in zip([(-1, 0), *steps], steps[:made], strict=False))
+    rises = sum(b[0] > a[0] for a, b in zip([(-1, 0, 0), *steps], steps[:made], strict=False))
     assert made <= (rises + 1) * 6
     assert code in (None, exits.NO_PROGRESS)
 

@@ -13,10 +13,11 @@ from typing import Literal
 from everstep.core import exits
 
 STUCK_LIMIT = 3
-"""Attempts in a row that restored no later step than the one before: then the job is stopped."""
+"""Attempts in a row that got no further: then the job is stopped."""
 
-STUCK_HARD_LIMIT = 6
-"""The same, for attempts that did complete a later snapshot which the next could not restore."""
+UNRESTORED_LIMIT = 6
+"""Attempts in a row that restored no later step, however far they came: then the job is stopped,
+because it computes the same steps again and again."""
 
 _RANKED = (exits.REFUSED, exits.NO_RECOVERY_POINT, exits.NOT_DURABLE, exits.PREEMPTED)
 """Final codes of workers, the most telling first."""
@@ -37,13 +38,15 @@ class AttemptEnd:
     """What is known of an attempt that has ended.
 
     ``restored`` is the step it went on from (-1: from nothing, or unknown), ``reached`` the
-    newest step a snapshot of it is complete for (-1: none). ``fatal`` is (exit code, reason) of a
-    worker's last word. ``attached`` says that its workers use everstep.
+    newest step a snapshot of it is complete for (-1: none), ``finished_step`` the newest step that
+    all workers of the node that decides have finished (-1: none, or unknown). ``fatal`` is (exit
+    code, reason) of a worker's last word. ``attached`` says that its workers use everstep.
     """
 
     workers: tuple[WorkerEnd, ...] = ()
     restored: int = -1
     reached: int = -1
+    finished_step: int = -1
     attached: bool = False
     finished: bool = False
     fatal: tuple[int, str] | None = None
@@ -51,15 +54,23 @@ class AttemptEnd:
     members_changed: bool = False
     lost_nodes: tuple[int, ...] = ()
 
+    @property
+    def furthest(self) -> int:
+        """The furthest step that is known of it."""
+        return max(self.finished_step, self.reached, self.restored)
+
 
 @dataclass(frozen=True)
 class History:
-    """The attempts of this agent so far: restarts made, how many in a row made no progress, and
-    the step that the attempt before restored."""
+    """The attempts of this agent so far: restarts made, how many attempts in a row got no further
+    and how many restored no later step, the step that the attempt before restored, and the
+    furthest one that any has come to."""
 
     restarts: int = 0
     stuck: int = 0
+    unrestored: int = 0
     last_restored: int = -1
+    furthest: int = -1
 
 
 @dataclass(frozen=True)
@@ -86,9 +97,8 @@ def decide(end: AttemptEnd, history: History, max_restarts: int | None) -> Decis
         if history.restarts >= max_restarts:
             reason = f"{_first(end)}, and --max-restarts {max_restarts} is used up"
             return Decision("stop", exits.FAILED, reason, judged)
-    elif _stuck(end, judged):
-        reason = f"{_first(end)}, and {judged.stuck} attempts in a row made no progress (EVS-502)"
-        return Decision("stop", exits.NO_PROGRESS, reason, judged)
+    elif (stuck := _stuck(judged)) is not None:
+        return Decision("stop", exits.NO_PROGRESS, f"{_first(end)}, and {stuck} (EVS-502)", judged)
     return Decision("restart", 0, _first(end), replace(judged, restarts=history.restarts + 1))
 
 
@@ -153,12 +163,34 @@ def _first(end: AttemptEnd) -> str:
 
 
 def _judge(end: AttemptEnd, history: History) -> History:
-    progress = end.restored > history.last_restored
-    return replace(history, stuck=0 if progress else history.stuck + 1, last_restored=end.restored)
+    """Count the attempt.
+
+    One that comes further than all before it, or restores a later step than the one before
+    (DESIGN section 9), is progress. One that ends at exactly the furthest step again is none,
+    whatever it restored, and shows that the first to end there was none either: so a script that
+    always fails at the same step gets three attempts, no matter when a snapshot came between.
+    """
+    later = end.restored > history.last_restored
+    if end.furthest > history.furthest:
+        stuck = 0
+    elif end.furthest == history.furthest >= 0:
+        stuck = max(history.stuck, 1) + 1
+    else:
+        stuck = 0 if later else history.stuck + 1
+    return replace(
+        history,
+        stuck=stuck,
+        unrestored=0 if later else history.unrestored + 1,
+        last_restored=end.restored,
+        furthest=max(end.furthest, history.furthest),
+    )
 
 
-def _stuck(end: AttemptEnd, judged: History) -> bool:
-    # The next attempt can go on from a snapshot that this one completed: that is not the end,
-    # unless the attempts before said so too and each time it could not be restored.
-    limit = STUCK_HARD_LIMIT if end.reached > end.restored else STUCK_LIMIT
-    return judged.stuck >= limit
+def _stuck(judged: History) -> str | None:
+    """Why no further attempt is made, None where one is."""
+    if judged.stuck >= STUCK_LIMIT:
+        at = f", not beyond step {judged.furthest}" if judged.furthest >= 0 else ""
+        return f"{judged.stuck} attempts in a row got no further{at}"
+    if judged.unrestored >= UNRESTORED_LIMIT:
+        return f"{judged.unrestored} attempts in a row could not go on from a later step"
+    return None

@@ -22,6 +22,7 @@ from everstep.core.settings import Settings
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.address import connect, keeper_name, try_connect
 from everstep.keeper.client import error_of
+from everstep.keeper.control import ControlPage
 from everstep.keeper.spawn import log_path, start_keeper
 from everstep.keeper.wire import (
     MAX_DESCRIPTORS,
@@ -89,6 +90,16 @@ class NodeKeeper:
     def holds_memory(self) -> bool:
         """Whether slots exist: a snapshot may be in this node's memory."""
         return any(slot.index >= 0 for slot in self._held)
+
+    def finished_step(self, attempt: int, workers: int) -> int:
+        """The newest step that all of this node's ``workers`` have finished in ``attempt``, -1
+        where they have finished none or none of them tells. Known whatever the keeper's fate."""
+        for fd in (fd for slot, fd in self._held.items() if slot.index < 0):
+            with contextlib.closing(ControlPage(fd)) as page:
+                if page.served() == attempt:
+                    steps = [page.boundary(local_rank)[0] for local_rank in range(workers)]
+                    return min((-1 if step is None else step for step in steps), default=-1)
+        return -1
 
     def launch(self) -> None:
         """Start the process where none answers. Returns at once: it imports while we meet."""

@@ -62,6 +62,7 @@ class Agent:
         self._history = History()
         self._expected = False
         self._took_part = False
+        self._finished_step = -1
         self._same_nodes = False
         self._learnt = Learnt(record)
         self._failures: list[report.Failure] = []
@@ -115,6 +116,7 @@ class Agent:
         )
         group.close()
         self._failures = group.failures
+        self._finished_step = self._keeper.finished_step(plan.attempt, len(place.ranks))
         self._keeper.workers_ended(plan.attempt)
         return end
 
@@ -286,7 +288,7 @@ class Agent:
             ) from gone
 
     def _decide(self, ends: dict[int, NodeEnd], nodes: int) -> Decision:
-        end = agree.combine(ends, nodes)
+        end = replace(agree.combine(ends, nodes), finished_step=self._finished_step)
         self._same_nodes = not end.lost_nodes and not end.members_changed
         self._expected = self._expected or end.reached >= 0 or end.restored >= 0
         return decide(end, self._history, self._launch.max_restarts)
