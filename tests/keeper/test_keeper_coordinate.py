@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -562,3 +563,33 @@ def test_rank_that_asks_before_the_branch_is_read_is_served_when_it_is() -> None
     assert [c.source for c in out if isinstance(c, commands.OfferTo)] == ["fresh"]
     out = coordinator.handle(facts.Voted(0, True, ""), 0.0)
     assert [c.source for c in out if isinstance(c, commands.ElectTo)] == ["fresh"]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_only_a_snapshot_that_was_complete_is_expected(complete: bool) -> None:
+    """R5: the first attempt may end while some ranks alone have made their first cut; where all
+    had, and one of them lost it, nothing may begin from scratch."""
+    coordinator, out = _training(2)
+    cut = _published(out)
+    slots = dict(cut.slots)
+    made = [0, 1] if complete else [0]
+    for rank in made:
+        coordinator.handle(_made(rank, cut.step, slots[rank], cut.sequence), 1.0)
+    point = Point(cut.step, 1)
+    held = [
+        (
+            Held(0, slots[0], point, "l", 2, sequence=cut.sequence),
+            Held(0, 1 - slots[0], None, "", 0),
+        ),
+        (Held(1, 0, None, "", 0), Held(1, 1, None, "", 0)),
+    ]
+    for rank in (0, 1):
+        coordinator.handle(facts.RankGone(0, rank, held[rank], False), 2.0)
+    coordinator.handle(facts.Begun(2, ((0, 1),), "auto", False, Policy(1, 1e9)), 3.0)
+    coordinator.handle(facts.NodeJoined(0, held[0] + held[1]), 3.0)
+    out = coordinator.handle(facts.StoreRead(2), 3.0)
+    for rank in (0, 1):
+        out += coordinator.handle(facts.Registered(rank), 3.0)
+        out += coordinator.handle(facts.OfferAsked(rank, 2), 3.0)
+    refused = [c for c in out if isinstance(c, commands.RefuseTo)]
+    assert bool(refused) == complete, out

@@ -381,7 +381,7 @@ def test_commit_of_an_abandoned_life_answers_nobody() -> None:
     story.take(0, cut)
     story.tell(facts.RankPersisted(0, 0, dict(cut.slots)[0], Point(cut.step, 1)))
     story.tell(facts.RankGone(0, 0, _empty(0), False))
-    story.begin(2, *_empty(0))
+    story.begin(2, *_empty(0), resume="never")
     story.restore(2, branches={1: None})
     story.cut(0, cut.step)
     story.tell(facts.DurableAsked(0, cut.step, 30.0))

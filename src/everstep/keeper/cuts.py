@@ -239,6 +239,7 @@ class Cuts:
         if self.outstanding is not None and self.outstanding.sequence not in self.tries.live:
             self.outstanding = None
         self.last_cut = step
+        self.at.lived = True
         seconds = max((cut.seconds for cut in cuts.values()), default=0.0)
         if seconds > 0:
             self.cut_seconds = smoothed(self.cut_seconds, seconds)

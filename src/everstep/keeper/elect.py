@@ -261,11 +261,9 @@ class Election:
         if self.store.error:
             self._refuse_all(self.store.error_code, self.store.error)
             return None
-        held = any(entry.point and not entry.doomed for entry in self.at.table.entries.values())
-        required = self.at.resume == "require" or self.at.expected
-        return self._fresh_or_refuse(
-            expected=required or self.store.expected or held or bool(self.tried)
-        )
+        required = self.at.resume == "require" or self.at.expected or self.at.lived
+        # What some ranks alone hold is not a snapshot: the first attempt ended before it was one.
+        return self._fresh_or_refuse(expected=required or self.store.expected or bool(self.tried))
 
     def _memory(self) -> Point | None:
         for snapshot in self.at.table.completes():
@@ -302,10 +300,11 @@ class Election:
         tried = [*self.store.damaged, *self.tried]
         self._refuse_all(
             NoRecoveryPoint.code,
-            f"a recovery point of the job is expected and none verifies (R5). "
+            f"a recovery point of the job is expected and none verifies. "
             f"Tried: {'; '.join(tried) or 'nothing is in memory or in the store'}.",
             "Check that the store is the right one and is mounted. To start anew on purpose, "
-            "give --resume=never or another --job name.",
+            "give --resume never or another --job (without `everstep run`: EVERSTEP_RESUME=never "
+            "or another EVERSTEP_JOB).",
         )
         return None
 
@@ -474,6 +473,7 @@ class Election:
         self._release()
         self.at.elected, self.at.origin = True, choice.point
         self.at.start = choice.point.step if choice.point else 0
+        self.at.lived = self.at.lived and choice.point is not None
         self._forget_strays()
         self.settled(choice)
         if not announce:
@@ -547,7 +547,8 @@ class Election:
 
 
 _WORLD_HINT = (
-    "Start the job with the saved world size, or give it another --job name to begin anew."
+    "Start the job with the saved world size, or begin anew under another name: --job, or "
+    "EVERSTEP_JOB without `everstep run`."
 )
 
 

@@ -22,7 +22,8 @@ class Situation:
     ``registered`` are ranks whose workers are attached, ``gone`` those whose workers have ended in
     this attempt and not come again, ``joined`` nodes whose keepers are attached. ``elected`` is
     true once the attempt's recovery point is settled, which is then ``origin``, ``start`` its
-    step. ``branches`` are those that are known to be in the store.
+    step. ``branches`` are those that are known to be in the store. ``lived`` says that this keeper
+    saw a complete snapshot of the lineage (R5).
     """
 
     table: SlotTable = field(default_factory=SlotTable)
@@ -41,6 +42,7 @@ class Situation:
     start: int = 0
     branches: dict[int, Point | None] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
+    lived: bool = False
 
     @property
     def world(self) -> int:
