@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -120,3 +121,23 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def rendezvous(backend: str, workers: tuple[int, int] = (2, 2)) -> list[list[str]]:
+    """The flags of node 0 and of node 1, for two agents of one job on this machine."""
+    port = _free_port()
+    both = [["--nnodes", "2", "--nproc-per-node", str(count), "--job", "two"] for count in workers]
+    if backend == "static":
+        where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        return [[*flags, *where, "--node-rank", str(node)] for node, flags in enumerate(both)]
+    # torch's heart beats every second or, where its timer is early by a hair, every other one.
+    alive_after = "keep_alive_interval=1,keep_alive_max_attempt=4"
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    return [[*flags, *where, "--rdzv-conf", alive_after] for flags in both]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -6,7 +6,7 @@ import os
 import signal
 
 import torch
-from forked import Start
+from forked import Start, alive, rendezvous, wait_for
 
 from everstep.core import exits
 
@@ -79,3 +79,36 @@ def test_sigterm_preempts_after_a_cut_and_the_job_goes_on_at_the_very_next_step(
     assert again.wait() == exits.PREEMPTED, again.said()
     reached = steps(again.printed(), 2)[-1] + 1
     assert [e.step for e in again.events("checkpoint.committed")][-1] == reached
+
+
+def test_nodes_of_different_sizes_go_on_from_memory(start: Start) -> None:
+    """The agent says which ranks stand where; torchrun's variables do not."""
+    body = """
+    if step == 60 and os.environ["RANK"] == "2" and os.environ["EVERSTEP_ATTEMPT"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)"""
+    group = "torch.distributed.init_process_group('gloo')\nrun = everstep.attach"
+    script = SCRIPT.replace("UNTIL", "70").replace("BODY", "torch.distributed.barrier()" + body)
+    script = script.replace("run = everstep.attach", group)
+    agents = [
+        start(*FORKED, "--snapshot-every", "2", *flags, script=script)
+        for flags in rendezvous("static", workers=(2, 1))
+    ]
+    assert [agent.wait() for agent in agents] == [0, 0], agents[0].said() + agents[1].said()
+    elected = agents[0].events("restore.elected")
+    assert [event.facts["source"] for event in elected if event.attempt == 2] == ["memory"]
+    for agent, workers in zip(agents, (2, 1), strict=True):
+        assert steps(agent.printed(), 2).count(69) == workers
+
+
+def test_workers_end_with_their_agent_though_the_keeper_hangs(start: Start) -> None:
+    script = SCRIPT.replace("UNTIL", "1000000").replace("BODY", "")
+    agent = start(*FORKED, script=script)
+    agent.until(lambda: len(agent.printed()) >= 2)
+    worker = int(agent.printed()[0].split()[-1])
+    keeper = int(str(agent.events("keeper.started")[-1].facts["pid"]))
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        agent.kill(signal.SIGKILL)
+        wait_for(lambda: not alive(worker), agent.said)
+    finally:
+        os.kill(keeper, signal.SIGCONT)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
-from forked import Agent, Start, alive, wait_for
+from forked import Agent, Start, alive, rendezvous, wait_for
 
 from everstep.core import exits
 
@@ -16,7 +15,8 @@ SCRIPT = """
 import os, signal, time
 names = ("TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE",
          "GROUP_WORLD_SIZE", "EVERSTEP_ATTEMPT", "EVERSTEP_KEEPER")
-print(*(os.environ[name] for name in names), os.getpid(), flush=True)
+line = " ".join([*(os.environ[name] for name in names), str(os.getpid())])
+os.write(1, f"{line}\\n".encode())  # one write, so that no other rank's line cuts into it
 count, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 open(f"up-{count}-{rank}", "w").close()
 def wait_for(path):
@@ -30,25 +30,6 @@ if int(count) < DEATHS:
     time.sleep(600)
 wait_for("go")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def rendezvous(backend: str) -> list[list[str]]:
-    """The flags of node 0 and of node 1."""
-    port = free_port()
-    both = ["--nnodes", "2", "--nproc-per-node", "2", "--job", "two"]
-    if backend == "static":
-        where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        return [[*both, *where, "--node-rank", str(node)] for node in (0, 1)]
-    alive_after = "keep_alive_interval=1,keep_alive_max_attempt=2"
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    return [[*both, *where, "--rdzv-conf", alive_after]] * 2
 
 
 def begun(agents: list[Agent]) -> list[list[str]]:

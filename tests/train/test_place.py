@@ -55,8 +55,8 @@ def test_torchruns_nodes_of_different_sizes_are_refused() -> None:
 
 
 def test_an_everstep_agent_says_which_ranks_stand_where() -> None:
-    told = {**TORCHRUN, "WORLD_SIZE": "5", "EVERSTEP_RANKS": "0-2,3-4", "EVERSTEP_AGENT_PID": "9"}
-    found = place(told, attempt=6)
+    settings = Settings(attempt=6, ranks="0-2,3-4", agent_pid=9)
+    found = read_place({**TORCHRUN, "WORLD_SIZE": "5"}, settings, process="7", ppid=5)
     assert found.ranks_of_node == ((0, 1, 2), (3, 4))
     assert found.node_of_rank == (0, 0, 0, 1, 1)
     assert (found.launch, found.agent_pid) == ("attempt-6", 9)

@@ -54,6 +54,10 @@ class Settings:
     attempt: int = setting(0, "Number of this attempt (set by the agent).", parse="count")
     node: int = setting(0, "Index of this node in the job (set by the agent).", parse="count")
     nodes: int = setting(1, "Nodes in the job (set by the agent).", parse="count")
+    ranks: str = setting("", "Ranks of each node, as 0-3,4-5 (set by the agent).")
+    agent_pid: int = setting(
+        0, "The agent, whose workers end when it dies (set by the agent).", parse="count"
+    )
 
 
 def _count(text: str) -> int:

@@ -54,9 +54,8 @@ def read_place(
     node = int(environment.get("GROUP_RANK", "0"))
     if settings.attempt:
         launch = f"attempt-{settings.attempt}"
-        agent_pid = int(environment.get("EVERSTEP_AGENT_PID", "0"))
-        ranks = _ranks_from(environment) or _uniform(world, local_world)
-        return Place(rank, world, local_rank, node, ranks, launch, agent_pid)
+        ranks = _spans(settings.ranks) if settings.ranks else _uniform(world, local_world)
+        return Place(rank, world, local_rank, node, ranks, launch, settings.agent_pid)
     return Place(
         rank, world, local_rank, node, _uniform(world, local_world),
         _launch(environment, process=process, ppid=ppid) + (f":{nth}" if nth else ""),
@@ -72,13 +71,10 @@ def _launch(environment: Mapping[str, str], *, process: str, ppid: int) -> str:
     return ":".join([*named, str(ppid)])
 
 
-def _ranks_from(environment: Mapping[str, str]) -> tuple[tuple[int, ...], ...] | None:
-    """``EVERSTEP_RANKS`` is "0-3,4-5": the ranks of node 0, of node 1 and so on."""
-    text = environment.get("EVERSTEP_RANKS", "")
-    if not text:
-        return None
+def _spans(text: str) -> tuple[tuple[int, ...], ...]:
+    """The ranks of node 0, of node 1 and so on, of ``"0-3,4-5"``."""
     spans = [part.split("-") for part in text.split(",")]
-    return tuple(tuple(range(int(a), int(b) + 1)) for a, b in spans)
+    return tuple(tuple(range(int(first), int(last) + 1)) for first, last in spans)
 
 
 def _uniform(world: int, local_world: int) -> tuple[tuple[int, ...], ...]:
