@@ -404,7 +404,7 @@ def test_worker_whose_goodbye_another_said_comes_again_and_still_owns_the_job(
         train([worker], lambda: newest_complete(place), "a snapshot")
         assert worker.link._link is not None
         worker.link._link.send(Goodbye(finished=False))
-        until(lambda: not worker.link._link or not worker.link._link.alive(), "it is closed")
+        until(lambda: not worker.link._link or worker.link._link.readable(0.0), "it is closed")
         kept = newest_complete(place)
         train([worker], lambda: newest_complete(place) > kept + 3, "snapshots go on")
         owner = job_of(place).owner()

@@ -69,7 +69,7 @@ class Attempt:
         self._uplink: Uplink | None = None
         self._owner = Owner(
             storing, background, clock=clock, say=journal.say,
-            lost=lambda what: tell(facts.Fenced(what)),
+            lost=self._taken_over,
         )  # fmt: skip
         self._beginning: BeginAttempt | None = None
         self._beginner = self._begun_by = Starter(Process(0, None), agent=False)
@@ -78,6 +78,7 @@ class Attempt:
         self._lobby: list[Connection] = []
         self._begun: AttemptBegun | None = None
         self._token = ""
+        self._fenced = ""
         self.adopted = 0
         self.finished = False
 
@@ -123,6 +124,26 @@ class Attempt:
                 f"attempt {attempt} is over: this keeper serves {self._node.attempt}.",
                 hint="A newer start runs the job; stop this one.",
             )
+        if attempt and self._fenced:
+            raise self._owned()
+
+    def _taken_over(self, what: str) -> None:
+        """Another owner runs the job, and no agent is here to end the workers: they hear it and
+        stop, because nothing that they make would be kept."""
+        self._tell(facts.Fenced(what))
+        self._fenced = what
+        error = self._owned()
+        self._journal.say("job.taken_over", str(error), level="error")
+        for connection in self._node.part_workers():
+            connection.send(Refused(error.code, error.what, error.hint))
+            connection.closed = True
+
+    def _owned(self) -> JobOwned:
+        return JobOwned(
+            f"attempt {self._node.attempt} is over: another has taken the job over "
+            f"({self._fenced}).",
+            hint="What this attempt made since its last checkpoint is not stored.",
+        )
 
     def _confirms(self, connection: Connection, message: BeginAttempt) -> bool:
         """Whether the attempt is served already. A launch's name alone does not say so: variables
@@ -212,7 +233,7 @@ class Attempt:
 
     def _serve(self, message: BeginAttempt, attempt: int) -> None:
         message = self._judged(message)
-        self._beginning, self.finished = None, False
+        self._beginning, self.finished, self._fenced = None, False, ""
         self._begun_by = self._beginner
         self._part_workers()
         several = len(message.ranks_of_node) > 1

@@ -176,11 +176,13 @@ class WorkerLink:
     def reconnect_if_needed(self, now: float) -> bool:
         """Whether the keeper can be talked to. Costs one system call while it is there; while it
         is not, at most one step of the way back, none of which waits (R3). ``now`` is seconds of
-        CLOCK_MONOTONIC."""
+        CLOCK_MONOTONIC. Where it has parted from this rank, :attr:`refused` says why."""
         if self._link is not None:
-            if self._link.alive():
+            if not self._link.readable(0.0):
                 return True
-            self._drop()
+            self._hear_parting(self._link)
+            if self.refused is not None:
+                return False
         try:
             return self._step_back(now)
         except EverstepError as refused:
@@ -353,6 +355,19 @@ class WorkerLink:
                     raise
 
     # -- the way back
+
+    def _hear_parting(self, link: Link) -> None:
+        """Nothing was asked: the keeper has died, or its last words are why it parts."""
+        self.refused = None
+        try:
+            answer, fds = link.receive(timeout=1.0)
+        except KeeperError:
+            self._drop()
+            return
+        _close_all(fds)
+        self._drop()
+        if isinstance(answer, Refused):
+            self.refused = error_of(answer)
 
     def _await_connection(self, deadline: float) -> None:
         while not self.reconnect_if_needed(time.monotonic()):

@@ -113,13 +113,14 @@ class Server:
         """Serve until the work is done and nobody is attached; the exit code."""
         _install_signals(self._background.wake, self._terminate)
         while not self._over():
-            self._turn()
-        self._close()
+            self.turn()
+        self.close()
         return 0
 
     # -- one turn of the loop
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Wait for whatever comes first, and do all that is due."""
         ready = self._selector.select(self._wait())
         # What stands on the page now was posted after its messages were sent: with all sockets
         # read after this, a rank that is beyond a cut and has not spoken has missed it.
@@ -376,7 +377,8 @@ class Server:
         tired = now - self._deserted_at > GIVE_UP
         return tired or not (self._attempt.pending or self._background.running)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close everything; memory that others hold is theirs."""
         self._attempt.close()
         for connection in list(self._connections):
             connection.close()

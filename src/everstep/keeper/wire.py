@@ -433,19 +433,6 @@ class Link:
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(seconds * 1000))
 
-    def alive(self) -> bool:
-        """False as soon as the other side has closed; costs one system call."""
-        if not self.readable(0.0):
-            return True
-        try:
-            # The socket's own timeout would make recv wait, whatever its flags say.
-            self._socket.setblocking(False)
-            return bool(self._socket.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
     def close(self) -> None:
         self._socket.close()
 

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 
 from everstep.core import exits
 from everstep.core.settings import Settings
-from everstep.errors import MemoryTooSmall, NotDurable, PendingGradients
+from everstep.errors import JobOwned, MemoryTooSmall, NotDurable, PendingGradients
 from everstep.train.connect import Connection
 from everstep.train.cut import Cutter
 from everstep.train.place import Place
 from everstep.train.session import Session
 from everstep.train.stop import TermFlag, Terminated
+from everstep.train.voice import how_to_start_afresh
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0
 """Seconds between two tries to cut the last step."""
@@ -77,8 +78,8 @@ class Boundary:
         self._connection.post_boundary(step, self._step_began, 0)
 
     def pass_step(self, step: int) -> None:
-        """``step`` is finished. Raises :class:`Preempted` where the job stops here, and
-        :class:`PendingGradients` (R1)."""
+        """``step`` is finished. Raises :class:`Preempted` where the job stops here,
+        :class:`PendingGradients` (R1), and :class:`JobOwned` where another has taken it over."""
         now = time.monotonic_ns()
         self._connection.post_boundary(step, now, now - self._step_began)
         if self._first:
@@ -131,10 +132,11 @@ class Boundary:
         """The job had already reached ``until`` when it was started."""
         self._connection.say(
             "train.nothing_to_do",
-            f"job {self._settings.job} is finished: step {step} of {until}; "
-            f"a larger `until` continues it",
+            f"job {self._settings.job} is finished: step {step} of {until}. To continue: a larger "
+            f"`until`; to start afresh: {how_to_start_afresh(self._settings)}",
             step=step,
             loud=True,
+            until=until,
         )
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class Boundary:
                 )
                 return False
             self._cutter.cut(step, index, persist=persist, sequence=sequence)
-        except PendingGradients:
+        except (PendingGradients, JobOwned):
             raise
         except MemoryTooSmall as small:
             self._refuse_small_memory(step, small, sequence)

@@ -18,7 +18,7 @@ import time
 from everstep.cadence.policy import Policy
 from everstep.core import exits
 from everstep.core.settings import Settings
-from everstep.errors import EverstepError, NoRecoveryPoint
+from everstep.errors import EverstepError, JobOwned, NoRecoveryPoint
 from everstep.keeper.address import keeper_of
 from everstep.keeper.client import Grant, WorkerLink
 from everstep.keeper.control import ControlPage
@@ -62,18 +62,22 @@ def connect(settings: Settings, place: Place, voice: Voice) -> Connection:
     if place.agent_pid:
         _end_with(place.agent_pid)
     voice.link, voice.attempt = link, link.attempt
-    return Connection(link, place, voice)
+    return Connection(link, place, voice, alone=alone)
 
 
 class Connection:
     """What the rest of the room asks and tells. Nothing here raises for a keeper that is away;
-    what must be known to be said raises nothing either, because the journal has it."""
+    what must be known to be said raises nothing either, because the journal has it. ``alone``: no
+    agent runs, so this process itself ends where another takes the job over."""
 
-    def __init__(self, link: WorkerLink, place: Place, voice: Voice) -> None:
+    def __init__(
+        self, link: WorkerLink, place: Place, voice: Voice, *, alone: bool = False
+    ) -> None:
         self.link = link
         self.attempt = link.attempt
         self._place = place
         self._voice = voice
+        self._alone = alone
         self._page: ControlPage | None = None
         self._keepers = 0
         self.say = voice.say
@@ -106,8 +110,15 @@ class Connection:
         return self.link.page.demoted()
 
     def keep_alive(self) -> bool:
-        """Notice a keeper that died and take one step of the way back; never waits."""
-        return self.link.reconnect_if_needed(time.monotonic())
+        """Notice a keeper that died and take one step of the way back; never waits.
+
+        Raises :class:`~everstep.errors.JobOwned` where another owner has taken the job over and
+        no agent ends this process: what it would still compute is kept by nobody.
+        """
+        here = self.link.reconnect_if_needed(time.monotonic())
+        if self._alone and isinstance(self.link.refused, JobOwned):
+            raise self.link.refused
+        return here
 
     # -- cuts
 
