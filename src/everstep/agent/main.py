@@ -16,8 +16,9 @@ from everstep.agent.loop import Agent, exit_code_of
 from everstep.agent.record import Recorder
 from everstep.agent.script import check_script
 from everstep.agent.signals import Signals
-from everstep.core.settings import variable
-from everstep.errors import EverstepError
+from everstep.core.settings import Settings, variable
+from everstep.errors import EverstepError, ObjectMissing, StoreError
+from everstep.store import open_store
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,11 +48,26 @@ def _greet(launch: Launch, record: Recorder) -> None:
     settings = launch.settings
     made = "" if launch.job_given else " (named after the script and its arguments)"
     record.say(
-        "job.started",
-        f"job {settings.job}{made} in {settings.store}. It goes on from its newest state; "
-        "to start afresh: --resume never, or another --job.",
+        "job.started", f"job {settings.job}{made} in {settings.store}{_outlook(settings)}",
         store=settings.store, resume=settings.resume, agent_pid=os.getpid(),
     )  # fmt: skip
+
+
+def _outlook(settings: Settings) -> str:
+    """What the job begins with, as far as it is known before its claim; nothing is made for it."""
+    afresh = "to start afresh: --resume never, or another --job."
+    if settings.resume == "never":
+        return ". It starts afresh (--resume never)."
+    again = f"Started again, it goes on from its newest state; {afresh}"
+    try:
+        if open_store(settings.store).job(settings.job).expected():
+            return f". It goes on from its newest state; {afresh}"
+        return f": a new job. {again}"
+    except ObjectMissing:
+        # Said by name: a path that is not mounted looks like this too (R5).
+        return "." if settings.resume == "require" else f": a new job in a new store. {again}"
+    except StoreError:
+        return "."  # it cannot be read: the claim, which comes next, says why
 
 
 def _with_absolute_events(launch: Launch) -> Launch:

@@ -14,7 +14,9 @@ from everstep.core.clock import Clock, SystemClock
 from everstep.core.events import Event, Level
 from everstep.keeper.journal import Journal
 
-_SHOWN_KINDS = frozenset({"restore.elected", "job.finished", "job.preempting", "job.preempted"})
+_SHOWN_KINDS = frozenset(
+    {"restore.elected", "job.finished", "job.preempting", "job.preempted", "train.nothing_to_do"}
+)
 """Kinds of the keeper's and the workers' events that a person is told, besides warnings."""
 
 
@@ -57,7 +59,8 @@ class Recorder:
 
     def relay(self, event: Event) -> None:
         """Show an event that the keeper has recorded already, where people want to know it."""
-        if event.level in ("warning", "error") or event.kind in _SHOWN_KINDS:
+        told = event.kind in _SHOWN_KINDS and not event.rank  # of what all ranks say, rank 0's
+        if told or event.level in ("warning", "error"):
             self._show(event)
 
     def close(self) -> None:

@@ -26,7 +26,8 @@ def check(attached: Attached, state: RankState, tree: Objects) -> None:
     if found:
         raise StateMismatch(
             f"the saved state of step {state.step} does not fit the attached objects:\n{found}\n",
-            hint="Attach what the checkpoint was made from, or start afresh with --resume=never.",
+            hint="Attach what the checkpoint was made from, or start afresh: --resume never, or "
+            "EVERSTEP_RESUME=never without `everstep run`.",
         )
 
 

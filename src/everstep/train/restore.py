@@ -19,6 +19,7 @@ from everstep.train.connect import Connection
 from everstep.train.place import Place
 from everstep.train.session import Loaded, Session
 from everstep.train.sources import MemorySource, Source, StoreSource
+from everstep.train.voice import how_to_start_afresh
 
 _PATIENCE = 600.0
 """Seconds to wait for an offer or the others' votes: as long as torchrun's rendezvous."""
@@ -53,6 +54,7 @@ class Restorer:
         began = time.monotonic()
         candidate = self._elect()
         loaded = candidate.loaded
+        self._say_where(candidate)
         if loaded is None:
             return 0
         reach("train.restore.before_apply")
@@ -61,7 +63,7 @@ class Restorer:
             self._connection.say(
                 "train.environment_changed",
                 f"rank {self._place.rank}: {'; '.join(changed)}: the state is exact, but from "
-                "here on the run may differ from an undisturbed one in the last bits (R4)",
+                "here on the run may differ from an undisturbed one in the last bits",
                 step=loaded.step,
                 level="warning",
                 loud=True,
@@ -76,6 +78,23 @@ class Restorer:
             nbytes=candidate.nbytes,
         )
         return loaded.step
+
+    def _say_where(self, candidate: _Candidate) -> None:
+        """What an agent says by itself: the job, its store, and what this attempt goes on from."""
+        loaded, settings = candidate.loaded, self._settings
+        begins = (
+            "begins at step 0; started again, it goes on from its newest state"
+            if loaded is None
+            else f"goes on from step {loaded.step} ({candidate.source}); to start afresh: "
+            f"{how_to_start_afresh(settings)}"
+        )
+        self._connection.say(
+            "train.started",
+            f"job {settings.job} in {settings.store} {begins}",
+            step=None if loaded is None else loaded.step,
+            loud=True,
+            source=candidate.source,
+        )
 
     def _elect(self) -> _Candidate:
         """Load candidate after candidate until all ranks hold the same one."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.core.clock import SystemClock
 from everstep.core.events import Event, Level
-from everstep.core.settings import Settings
+from everstep.core.settings import Settings, variable
 from everstep.keeper.client import WorkerLink
 from everstep.keeper.journal import Journal
 from everstep.train.place import Place
@@ -82,6 +82,13 @@ class Voice:
             step=step,
             facts=facts,
         )
+
+
+def how_to_start_afresh(settings: Settings) -> str:
+    """In the words of whoever started this process: the agent's flags, or variables."""
+    if settings.attempt:
+        return "--resume never, or another --job"
+    return f"{variable('resume')}=never, or another {variable('job')}"
 
 
 def _nobody(_: Event) -> None: ...
