@@ -7,7 +7,9 @@ the loop, where a job has several nodes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from everstep.agent.decide import AttemptEnd, Decision, History
@@ -19,16 +21,48 @@ ENDS_SECONDS = 20.0
 REPLACED_SECONDS = 3.0
 """The same, where a node waits to join: it most likely takes the place of one that is dead."""
 PARTING_SECONDS = 5.0
+BEAT_SECONDS = 2.0
+"""Between two signs of life of an agent."""
+SILENT_SECONDS = 60.0
+"""Without a sign of life of an agent until its node counts as lost. What its workers do is not
+bounded: an agent that lives is waited for."""
 
 T = TypeVar("T")
+Clock = Callable[[], float]
 
 
-def gather_ends(round_: Round) -> dict[int, NodeEnd]:
-    """The leader: what the nodes said, once all have, or one failed and the rest had their time."""
+@contextlib.contextmanager
+def sign_of_life(round_: Round) -> Iterator[None]:
+    """Show the other nodes that this agent lives, for as long as this lasts."""
+    if round_.nodes == 1:
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_beat, args=(round_, over), name="everstep-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(BEAT_SECONDS)
+
+
+def gather_ends(
+    round_: Round, *, clock: Clock = time.monotonic, beat: float = BEAT_SECONDS
+) -> dict[int, NodeEnd]:
+    """The leader: what the nodes said, once all have, or one failed and the rest had their time.
+
+    A node whose agent has shown no life for ``SILENT_SECONDS`` has failed: it died without a word.
+    """
+    silence, lost = Silence(round_, clock), set[int]()
     while not _all_ended(round_) and not round_.failed():
-        poll(lambda: _all_ended(round_) or round_.failed(), LEADER_SECONDS)
+        poll(lambda: _all_ended(round_) or round_.failed(), beat)
+        lost = silence.nodes() - set(round_.ended())
+        if lost:
+            round_.say_failed()  # those that live end their workers, which wait for the lost ones
     replaced = any(end.members_changed for end in round_.ended().values())
-    poll(lambda: _all_ended(round_), REPLACED_SECONDS if replaced else ENDS_SECONDS)
+    wanted = set(range(round_.nodes)) - lost
+    poll(lambda: wanted.issubset(round_.ended()), REPLACED_SECONDS if replaced else ENDS_SECONDS)
     return round_.ended()
 
 
@@ -38,13 +72,27 @@ def announce(round_: Round, decision: Decision, *, same_nodes: bool) -> None:
     round_.say_decision(Verdict(code, decision.reason, decision.warning, same_nodes))
 
 
-def hear_verdict(round_: Round, history: History) -> tuple[Decision, bool]:
+def hear_verdict(
+    round_: Round,
+    history: History,
+    *,
+    clock: Clock = time.monotonic,
+    beat: float = BEAT_SECONDS,
+) -> tuple[Decision, bool]:
     """Every other node: the leader's decision, and whether the same nodes go on.
 
-    Raises :class:`AgentError` where it does not come once a failure is known.
+    Raises :class:`AgentError` where it does not come once a failure is known, or the leader shows
+    no life for ``SILENT_SECONDS``.
     """
+    silence = Silence(round_, clock)
     while not round_.failed() and round_.decision() is None:
-        poll(lambda: round_.failed() or round_.decision() is not None, LEADER_SECONDS)
+        poll(lambda: round_.failed() or round_.decision() is not None, beat)
+        if 0 in silence.nodes() and round_.decision() is None:
+            raise AgentError(
+                f"the agent of the leader (node 0) has shown no life for {SILENT_SECONDS:g} s.",
+                hint="It died or hangs; start the job again on all nodes, it goes on from the "
+                "newest state.",
+            )
     poll(lambda: round_.decision() is not None, LEADER_SECONDS)
     verdict = round_.decision()
     if verdict is None:
@@ -79,6 +127,33 @@ def combine(ends: dict[int, NodeEnd], nodes: int) -> AttemptEnd:
         members_changed=any(end.members_changed for end in said),
         lost_nodes=tuple(node for node in range(nodes) if node not in ends),
     )
+
+
+class Silence:
+    """Which agents show no life. Times are of this agent's ``clock`` alone: other hosts' differ."""
+
+    def __init__(self, round_: Round, clock: Clock) -> None:
+        self._round = round_
+        self._clock = clock
+        self._shown = {node: ("", clock()) for node in range(round_.nodes)}
+
+    def nodes(self) -> set[int]:
+        """The nodes whose agents have shown nothing new for ``SILENT_SECONDS``."""
+        now, shown = self._clock(), self._round.signs_of_life()
+        for node, (sign, _) in list(self._shown.items()):
+            if shown.get(node, "") != sign:
+                self._shown[node] = (shown[node], now)
+        return {node for node, (_, at) in self._shown.items() if now - at >= SILENT_SECONDS}
+
+
+def _beat(round_: Round, over: threading.Event) -> None:
+    count = 0
+    with contextlib.suppress(RuntimeError):  # the store has gone: the agent itself sees that
+        while True:
+            count += 1
+            round_.say_alive(count)
+            if over.wait(BEAT_SECONDS):
+                return
 
 
 def _all_ended(round_: Round) -> bool:

@@ -95,10 +95,11 @@ class Agent:
             return self._interrupted()
         if plan.exit_code is not None:
             return Decision("stop", plan.exit_code, plan.reason, self._history)
-        end = self._run_workers(round_, plan)
-        if self._owner.lost:
-            return Decision("stop", exits.OWNED, self._owner.lost, self._history)
-        decision = self._agree(round_, end)
+        with agree.sign_of_life(round_):
+            end = self._run_workers(round_, plan)
+            if self._owner.lost:
+                return Decision("stop", exits.OWNED, self._owner.lost, self._history)
+            decision = self._agree(round_, end)
         self._say_ended(plan, decision)
         return decision
 

@@ -44,7 +44,7 @@ LEADER_SECONDS = 60.0
 """For the leader's decision, once this node's workers have ended and a failure is known."""
 
 _NODE, _PLAN, _FAILED, _END, _DECISION = "node/", "plan", "failed", "end/", "decision"
-_PARTED = "parted/"
+_PARTED, _ALIVE = "parted/", "alive/"
 _STATIC_ROUND = "everstep/round"
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -180,6 +180,17 @@ class Round:
 
     def failed(self) -> bool:
         return bool(self._store.check([_FAILED]))
+
+    def say_alive(self, count: int) -> None:
+        """Show that this agent lives; ``count`` is another one each time."""
+        self._store.set(f"{_ALIVE}{self.node}", str(count))
+
+    def signs_of_life(self) -> dict[int, str]:
+        """What each node's agent has last shown, where it has."""
+        keys = {k: f"{_ALIVE}{k}" for k in range(self.nodes)}
+        return {
+            k: self._store.get(key).decode() for k, key in keys.items() if self._store.check([key])
+        }
 
     def say_ended(self, end: NodeEnd) -> None:
         self._put(f"{_END}{self.node}", end)
