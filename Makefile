@@ -10,6 +10,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Every process of a job imports everstep: it is compiled once, not at each of hundreds of starts.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests wait more than they compute: two at a time, a file's tests in one process.
 WORKERS ?= 2
 SEED ?= 1
@@ -36,7 +38,7 @@ demo: $(STAMP)  ## Train a GPT on 2 ranks, kill its parts, and prove that nothin
 	  --nproc-per-node 2 examples/gpt_ddp.py --steps 200
 
 test: $(STAMP)  ## Run the tests, but for the long matrix. More arguments: PYTEST_ARGS='-k store'
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not soak' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not soak' $(PYTEST_ARGS)
 
 soak: $(STAMP)  ## Run the long matrix: many kills, seeds and worlds
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
