@@ -1,4 +1,4 @@
-"""Stopping all ranks at one step (SIGTERM; DESIGN section 5).
+"""Stopping all ranks at one step (SIGTERM).
 
 Owns: the step at which all stop, who has arrived, and how it ends. Never does: I/O. Called by:
 coordinate.

@@ -153,7 +153,7 @@ def _rows(ref: TensorRef) -> int:
 
 
 def _unit(ref: TensorRef, chunk_bytes: int) -> int:
-    """Rows between two chunk edges: DESIGN's r."""
+    """Rows between two chunk edges."""
     row_bytes = math.prod(ref.shape[1:]) * ITEMSIZE[ref.dtype]
     return max(1, chunk_bytes // row_bytes)
 

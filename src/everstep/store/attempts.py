@@ -1,4 +1,4 @@
-"""Claims, branches and the owner of a job (S6, DESIGN section 9).
+"""Claims, branches and the owner of a job (S6, spec section 8).
 
 Owns: who may run the job, and what each attempt went on from. Never does: decide whether a process
 lives (the caller passes that in). Called by: job.

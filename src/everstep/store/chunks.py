@@ -1,6 +1,6 @@
 """Where chunks begin and end: a pure function of a tensor's shape, the extent's box and the size.
 
-Owns: chunk edges (DESIGN section 6, spec section 6). Never does: I/O, digests. Called by: write,
+Owns: chunk edges (spec section 6). Never does: I/O, digests. Called by: write,
 read, verify, and the keeper, which digests its own memory in the same pieces.
 """
 
