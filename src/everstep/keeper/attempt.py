@@ -42,8 +42,9 @@ class Starter(NamedTuple):
 
 class Attempt:
     """``listen`` opens the TCP port and gives its number, ``watch`` takes a connection into the
-    loop. ``adopted`` counts slots taken over since the last begin; ``finished`` says that a job
-    without an agent has reached its end here."""
+    loop, ``obey`` hears whose agent's attempt is served from now on. ``adopted`` counts slots taken
+    over since the last begin; ``finished`` says that a job without an agent has reached its end
+    here."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Attempt:
         tell: Callable[[AnyFact], None],
         listen: Callable[[], int],
         watch: Callable[[Connection], None],
+        obey: Callable[[Connection], None],
     ) -> None:
         self._node = node
         self._storing = storing
@@ -65,6 +67,7 @@ class Attempt:
         self._tell = tell
         self._listen = listen
         self._watch = watch
+        self._obey = obey
         self._lead: Lead | None = None
         self._uplink: Uplink | None = None
         self._owner = Owner(
@@ -94,6 +97,10 @@ class Attempt:
             return self._lead.coordinator.pending
         return self._uplink is not None and self._uplink.welcomed
 
+    def begun_by(self, agent: Process) -> bool:
+        """Whether that agent's attempt is served."""
+        return self._begun_by == Starter(agent, agent=True)
+
     # -- the begin
 
     def begin(self, connection: Connection, message: BeginAttempt) -> None:
@@ -101,6 +108,7 @@ class Attempt:
         self._check_not_over(message.attempt)
         if self._confirms(connection, message):
             assert self._begun is not None, "a launch without a begin"
+            self._obey_agents([connection])
             connection.send(self._begun)
             return
         if self._beginning is not None and self._beginning.launch == message.launch:
@@ -235,6 +243,7 @@ class Attempt:
         message = self._judged(message)
         self._beginning, self.finished, self._fenced = None, False, ""
         self._begun_by = self._beginner
+        self._obey_agents(self._askers)
         self._part_workers()
         several = len(message.ranks_of_node) > 1
         if self._owner.agent:
@@ -251,6 +260,11 @@ class Attempt:
         waiting, self._lobby = self._lobby, []
         for connection in waiting:
             self._greet_at_last(connection)
+
+    def _obey_agents(self, connections: list[Connection]) -> None:
+        for connection in connections:
+            if connection.hello is not None and connection.hello.role == "agent":
+                self._obey(connection)
 
     def _judged(self, message: BeginAttempt) -> BeginAttempt:
         """What another launcher's restart expects (R5): the start that ``--resume never`` was said

@@ -26,6 +26,7 @@ from everstep.keeper.connection import Connection
 from everstep.keeper.coordinate import IDLE_TICK_SECONDS, POLL_SECONDS, TICK_SECONDS
 from everstep.keeper.durable import GIVE_UP
 from everstep.keeper.facts import AnyFact
+from everstep.keeper.identity import Process
 from everstep.keeper.journal import Journal
 from everstep.keeper.memory import Limit, read_limits
 from everstep.keeper.node import Node
@@ -85,6 +86,7 @@ class Server:
         self._pidfds: dict[int, int] = {}
         self._facts: deque[AnyFact] = deque()
         self._agent: Connection | None = None
+        self._agent_process = Process(0, None)
         self._agent_pidfd = -1
         self._leaving = False
         self._deserted_at: float | None = None
@@ -102,6 +104,7 @@ class Server:
         self._attempt = Attempt(
             self._node, self._storing, self._background, self._journal, clock=clock,
             tell=self._facts.append, listen=self._listen_tcp, watch=self._watch,
+            obey=self._obey,
         )  # fmt: skip
         self._tcp: socket.socket | None = None
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -232,8 +235,6 @@ class Server:
             self._greet(connection, message)
         elif isinstance(message, BeginAttempt):
             self._attempt.begin(connection, message)
-            if hello.role == "agent" and connection is not self._agent:
-                self._take_agent(connection)
         elif isinstance(message, Report):
             self._journal.append(message.event)
         elif isinstance(message, Preempt):
@@ -241,9 +242,11 @@ class Server:
                 self._facts.append(facts.PreemptAsked(message.grace))
         elif isinstance(message, Fatal):
             self._fatal(message)
+        elif isinstance(message, AdoptSlots) and hello.role == "agent":
+            self._attempt.adopted += self._node.adopt(connection, message)
         elif hello.role == "agent":
-            if connection is self._agent:  # another one's job is over: it commands nothing here
-                self._hear_agent(connection, message)
+            if connection is self._agent:  # another one's attempt is over, or has not begun
+                self._hear_agent(message)
         elif hello.role == "keeper" and isinstance(message, Relayed):
             self._facts.append(facts.decode(message.fact))
         elif hello.role != "worker" or not self._attempt.hear_worker(connection, message):
@@ -256,10 +259,8 @@ class Server:
         else:
             self._attempt.greet(connection)
 
-    def _hear_agent(self, connection: Connection, message: AnyMessage) -> None:
+    def _hear_agent(self, message: AnyMessage) -> None:
         match message:
-            case AdoptSlots():
-                self._attempt.adopted += self._node.adopt(connection, message)
             case WorkersStarted():
                 self._hold_pids(list(message.pids.values()))
             case WorkersEnded() if message.attempt == self._node.attempt:
@@ -293,14 +294,24 @@ class Server:
     # -- the agent and its workers
 
     def _welcome_agent(self, connection: Connection) -> None:
-        self._take_agent(connection)
+        """An agent takes the place of one that lives only when its own attempt begins."""
         node = self._node
         store, job = self._options.store, self._options.job
+        gone = self._agent_pidfd < 0 or self._leaving
+        if gone or connection.process == self._agent_process:
+            self._take_agent(connection)
         connection.send(Welcome(os.getpid(), node.attempt, node.world, store, job))
-        node.hand_over()
+        if connection is self._agent:
+            node.hand_over()
+
+    def _obey(self, connection: Connection) -> None:
+        """The attempt of this agent is served from now on."""
+        if connection is not self._agent:
+            self._take_agent(connection)
+            self._node.hand_over()
 
     def _take_agent(self, connection: Connection) -> None:
-        self._agent = connection
+        self._agent, self._agent_process = connection, connection.process
         self._leaving = False
         self._drop_agent_pidfd()
         self._agent_pidfd = _pidfd(connection.peer)
@@ -308,9 +319,10 @@ class Server:
             self._selector.register(self._agent_pidfd, selectors.EVENT_READ, self._agent_died)
 
     def _agent_died(self, _: object, __: int) -> None:
-        """Its workers must not go on without it: nobody would restart them (DESIGN section 9)."""
+        """Its workers must not go on without it: nobody would restart them (DESIGN section 9).
+        One that has begun nothing has none."""
         self._drop_agent_pidfd()
-        if self._leaving:
+        if self._leaving or not self._attempt.begun_by(self._agent_process):
             return
         self._hold_pids(self._node.worker_pids())
         self._journal.say(

@@ -1,0 +1,110 @@
+"""Which agent a keeper obeys: the one whose attempt it serves, whoever else says hello."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from keeper_fakes import DEADLINE, Agent, Keeper, Place, Worker, closing, train
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def _greet(folder: Path, ready: object) -> None:
+    agent = Agent(Place(folder))
+    ready.set()  # type: ignore[attr-defined]  # multiprocessing's Event
+    threading.Event().wait(DEADLINE)
+    agent.close()
+
+
+def greet_and_die(place: Place) -> None:
+    """An agent that says hello and is killed before it begins anything."""
+    ready = SPAWN.Event()
+    process = SPAWN.Process(target=_greet, args=(place.folder, ready), daemon=True)
+    process.start()
+    assert ready.wait(DEADLINE)
+    process.kill()
+    process.join(DEADLINE)
+
+
+@contextmanager
+def agent_with_worker(place: Place) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """An agent's process that has begun attempt 1, and the pidfd of its worker."""
+    script = Path(__file__).with_name("agent_that_dies.py")
+    command = [sys.executable, str(script), str(place.folder)]
+    agent = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert agent.stdout is not None
+    pidfd = os.pidfd_open(int(agent.stdout.readline()))
+    try:
+        yield agent, pidfd
+    finally:
+        agent.kill()
+        agent.wait()
+        agent.stdout.close()
+        if not _ended(pidfd, 0.0):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+
+
+def _ended(pidfd: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _turns(place: Place) -> None:
+    """The keeper has gone through its loop: it has answered, and answered again."""
+    for _ in range(3):
+        Agent(place).close()
+
+
+def test_agent_that_only_greeted_ends_no_workers(place: Place) -> None:
+    with closing(Keeper(place)), agent_with_worker(place) as (agent, worker):
+        greet_and_die(place)
+        _turns(place)
+        assert not _ended(worker, 0.0), "the death of a stranger has ended it"
+        assert not place.events("agent.lost")
+        agent.kill()
+        assert _ended(worker, DEADLINE), "the worker lives on without its own agent"
+        place.await_event("agent.lost")
+
+
+def test_agent_that_only_greeted_ends_no_workers_of_a_plain_run(place: Place) -> None:
+    with closing(Keeper(place)):
+        worker = Worker(place, launch="plain")
+        with closing(worker):
+            worker.restore()
+            worker.open()
+            greet_and_die(place)
+            _turns(place)
+            # This process is the worker: it would be dead.
+            assert not place.events("agent.lost")
+            train([worker], lambda: place.events("snapshot.complete"), "a snapshot")
+
+
+def _begin_second(folder: Path, answers: object) -> None:
+    agent = Agent(Place(folder))
+    before = len(agent.held)
+    agent.begin(2, ((0,),))
+    agent.pump()
+    answers.send((before, len(agent.held)))  # type: ignore[attr-defined]  # multiprocessing's pipe
+    agent.close()
+
+
+def test_memory_goes_to_the_agent_whose_attempt_begins(place: Place) -> None:
+    """Before its attempt an agent is a guest and holds nothing."""
+    with closing(Keeper(place)), agent_with_worker(place):
+        ours, theirs = SPAWN.Pipe()
+        process = SPAWN.Process(target=_begin_second, args=(place.folder, theirs), daemon=True)
+        process.start()
+        assert ours.poll(DEADLINE)
+        assert ours.recv() == (0, 1), "the control page, once its attempt is served"
+        process.join(DEADLINE)
