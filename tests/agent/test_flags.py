@@ -145,16 +145,85 @@ def test_a_job_name_that_is_no_folder_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--resume", "maybe"), ("--checkpoint-every", "soon"), ("--keep-last", "-1")],
+    ("flag", "value", "says"),
+    [
+        ("--resume", "maybe", "must be auto, require or never"),
+        ("--checkpoint-every", "soon", "a number of seconds"),
+        ("--checkpoint-every", "1e", "a number of seconds"),
+        ("--keep-last", "0", "must be at least 1"),
+        ("--keep-last", "abc", "must be a whole number"),
+        ("--snapshot-every", "-1", "must not be negative"),
+    ],
 )
-def test_bad_settings_are_refused_by_name(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+def test_bad_settings_are_refused_by_name(flag: str, value: str, says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse([f"{flag}={value}", "x.py"], os.environ)
+    assert flag in refused.value.what
+    assert says in refused.value.what
+    assert "int()" not in refused.value.what
+    name = core_settings.variable(flag.strip("-").replace("-", "_"))
+    with pytest.raises(UsageError, match=says) as refused:
+        parse(["x.py"], {**os.environ, name: value})
+    assert name in refused.value.what
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "hint"),
+    [
+        (["--nproc-per-nodes", "2", "x.py"], "--nproc-per-nodes", "Did you mean --nproc-per-node?"),
+        (["--keep_lst=3", "x.py"], "--keep_lst=3", "Did you mean --keep_last?"),
+        (["--quite-unlike", "x.py"], "--quite-unlike", ""),
+        ([], "no script was given", ""),
+        (["--nproc-per-node"], "expected one argument", ""),
+    ],
+)
+def test_an_unknown_flag_is_one_line_with_the_closest_known(
+    line: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse([flag, value, "x.py"], os.environ)
-    assert stopped.value.code == 2
-    assert flag in capsys.readouterr().err
+    with pytest.raises(UsageError) as refused:
+        parse(line, os.environ)
+    assert what in refused.value.what
+    assert refused.value.hint.startswith(hint)
+    assert ("Did you mean" in refused.value.hint) == bool(hint)
+    assert refused.value.hint.endswith("See `everstep run --help`.")
+    assert capsys.readouterr().err == "", "who raises does not print the usage as well"
+
+
+PREFIXES = sorted(
+    {spelling[:end] for _, spelling in SPELLINGS for end in range(3, len(spelling))}
+    - {spelling for _, spelling in SPELLINGS}
+)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_what_torchrun_takes_for_short_is_taken_beside_everstep_flags(
+    prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--re`` is --redirects there, though --resume begins so too."""
+    theirs = get_args_parser()
+    values = ["1", "2:2", "c10d", "a=b", "h:1", "fork", "node", "x.py"]
+    for line in ([prefix, value, "x.py"] for value in values):
+        try:
+            expected = vars(theirs.parse_args(line))
+        except SystemExit:
+            continue
+        finally:
+            capsys.readouterr()
+        ours = vars(parser().parse_args(line))
+        assert {name: ours[name] for name in expected} == expected
+
+
+def test_everstep_flags_are_taken_for_short_where_torchrun_has_none_like_it() -> None:
+    assert vars(parser().parse_args(["--keep-l", "7", "x.py"]))["everstep_keep_last"] == 7
+    assert vars(parser().parse_args(["--re", "2", "x.py"]))["redirects"] == "2"
+
+
+def test_variables_that_are_no_setting_are_named_with_the_closest_one() -> None:
+    given = {"EVERSTEP_KEEP_LATS": "3", "EVERSTEP_XYZ": "1", "EVERSTEP_JOB": "j", "PATH": "/"}
+    others = {"EVERSTEP_FAULTS": "", "EVERSTEP_DRILL": "m", "EVERSTEP_BENCH_MARK": "1"}
+    said = core_settings.misspelt(given | others)
+    assert "EVERSTEP_KEEP_LATS (did you mean EVERSTEP_KEEP_LAST?), EVERSTEP_XYZ" in said
+    assert core_settings.misspelt({"EVERSTEP_JOB": "j", **others}) == ""
 
 
 def test_help_shows_torchs_and_everstep_flags(capsys: pytest.CaptureFixture[str]) -> None:

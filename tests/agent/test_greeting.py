@@ -51,7 +51,8 @@ def test_a_store_that_cannot_be_read_is_not_called_new(start: Start, tmp_path: P
     assert "Traceback" not in agent.said()
 
 
-def test_resume_never_says_so(start: Start) -> None:
-    agent = start("--resume", "never", script="raise SystemExit(0)")
+def test_resume_never_says_so_and_an_unknown_variable_is_warned_of(start: Start) -> None:
+    agent = start("--resume", "never", script="raise SystemExit(0)", EVERSTEP_KEPE_LAST="1")
     assert agent.wait() == exits.FINISHED
+    assert agent.said().count("EVERSTEP_KEPE_LAST (did you mean EVERSTEP_KEEP_LAST?)") == 1
     assert "starts afresh (--resume never)" in agent.said()

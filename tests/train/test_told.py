@@ -12,8 +12,9 @@ def test_plain_python_says_job_store_and_what_it_goes_on_from(jobs: Jobs) -> Non
     where = f"everstep: job job in {jobs.folder / 'everstep-store'} "
     said = []
     for until in (4, 6):
-        started = jobs.start(bodies.train, until=until)
+        started = jobs.start(bodies.train, until=until, env={"EVERSTEP_KEPE_LAST": "1"})
         assert started.wait() == 0, started.said()
+        assert started.said().count("EVERSTEP_KEPE_LAST (did you mean EVERSTEP_KEEP_LAST?)") == 1
         (line,) = [line for line in started.said().splitlines() if line.startswith(where)]
         said.append(line.removeprefix(where))
     assert said[0] == "begins at step 0; started again, it goes on from its newest state"

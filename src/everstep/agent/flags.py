@@ -9,14 +9,22 @@ own, so a flag that torch gains is there the same day, in both spellings.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
 
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from everstep.agent.script import Kind
 from everstep.core import settings as core_settings
@@ -34,6 +42,9 @@ UNLIMITED = 2**31 - 1
 """What workers read as TORCHELASTIC_MAX_RESTARTS where no limit was given."""
 
 DEFAULT_MASTER_PORT = 29500
+
+_OWN = "everstep_"
+"""What tells everstep's flags from torchrun's in the parser's names."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +67,15 @@ class Launch:
 
 def parser() -> argparse.ArgumentParser:
     """torchrun's parser with everstep's flags in a group of their own."""
-    made = get_args_parser()
-    made.prog = "everstep run"
-    made.description = (
-        "Run a training script as torchrun does, and keep it alive: every torchrun flag and "
-        "PET_* variable means what it means there, except that without --max-restarts workers "
-        "are restarted until three attempts in a row make no progress."
+    made = _Parser(
+        prog="everstep run",
+        description=(
+            "Run a training script as torchrun does, and keep it alive: every torchrun flag and "
+            "PET_* variable means what it means there, except that without --max-restarts workers "
+            "are restarted until three attempts in a row make no progress."
+        ),
+        parents=[get_args_parser()],
+        add_help=False,  # torchrun's comes with the rest
     )
     group = made.add_argument_group("everstep")
     by_name = {item.name: item for item in fields(Settings)}
@@ -71,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         spellings = dict.fromkeys((dashed, "--" + name))
         about = f"{item.metadata['doc']} Also {core_settings.variable(name)}."
         group.add_argument(
-            *spellings, dest=f"everstep_{name}", default=None, metavar="VALUE",
+            *spellings, dest=_OWN + name, default=None, metavar="VALUE",
             type=_parsed_by(item.metadata["parse"]), help=about.replace("%", "%%"),
         )  # fmt: skip
     return made
@@ -80,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
     """The launch that the command line and ``environment`` ask for.
 
-    Raises :class:`UsageError` for values that cannot be used; ``SystemExit`` with code 2 where
-    the command line cannot be read (argparse has then said why), with 0 after ``--help``.
+    Raises :class:`UsageError` for what cannot be read or used; ``SystemExit`` with code 0 after
+    ``--help``.
     """
     made = parser()
     if "PET_MAX_RESTARTS" not in environment:
@@ -101,11 +115,65 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         entrypoint=entrypoint,
         arguments=tuple(rest),
         name=args.training_script,
-        kind="module" if args.module else "program" if args.no_python else "file",
+        kind=_kind(args),
         max_restarts=max_restarts,
         job_given=bool(told.job),
         temporary_logs="" if args.log_dir or args.logs_specs else _log_dir(config),
     )
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a command line would run; ``world`` is None where it is known only at the start."""
+
+    name: str
+    kind: Kind
+    world: int | None
+
+
+def survey(arguments: Sequence[str]) -> Survey:
+    """A look at a command line for those who hand it to ``everstep run`` later.
+
+    Raises as :func:`parse` does; makes nothing.
+    """
+    args = parser().parse_args(list(arguments))
+    try:
+        fewest, most = parse_min_max_nnodes(args.nnodes)
+        workers = determine_local_world_size(args.nproc_per_node)
+    except (ValueError, RuntimeError) as bad:
+        raise UsageError(f"the command line cannot be used: {bad}") from bad
+    world = most * workers if fewest == most else None
+    return Survey(args.training_script, _kind(args), world)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An error is raised, not printed under the usage of 60 flags; and torchrun's abbreviations
+    stay unambiguous beside everstep's flags."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required: training_script"):
+            message = "no script was given"
+        close = _closest(message, self._option_string_actions)
+        hint = (f"Did you mean {close}? " if close else "") + "See `everstep run --help`."
+        raise UsageError(f"{message}.", hint=hint)
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        found = super()._get_option_tuples(option_string)
+        own = [one for one in found if one[0].dest.startswith(_OWN)]
+        return own if len(own) == len(found) else [one for one in found if one not in own]
+
+
+def _closest(message: str, known: Iterable[str]) -> str:
+    """The flag that was most likely meant by one that argparse does not know."""
+    if not message.startswith("unrecognized arguments"):
+        return ""
+    unknown = re.findall(r"(--?[\w-]+)", message)
+    # A value that follows an unknown flag is taken for the script, so that more may be listed.
+    return next(iter(difflib.get_close_matches(unknown[0], known, n=1)), "") if unknown else ""
+
+
+def _kind(args: argparse.Namespace) -> Kind:
+    return "module" if args.module else "program" if args.no_python else "file"
 
 
 def _log_dir(config: LaunchConfig) -> str:
@@ -139,9 +207,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    given = {
-        name: value for name in SETTINGS if (value := getattr(args, f"everstep_{name}")) is not None
-    }
+    given = {name: value for name in SETTINGS if (value := getattr(args, _OWN + name)) is not None}
     return replace(from_environment(environment), **given)
 
 

@@ -16,7 +16,7 @@ from everstep.agent.loop import Agent, exit_code_of
 from everstep.agent.record import Recorder
 from everstep.agent.script import check_script
 from everstep.agent.signals import Signals
-from everstep.core.settings import Settings, variable
+from everstep.core.settings import Settings, misspelt, variable
 from everstep.errors import EverstepError, ObjectMissing, StoreError
 from everstep.store import open_store
 
@@ -51,6 +51,8 @@ def _greet(launch: Launch, record: Recorder) -> None:
         "job.started", f"job {settings.job}{made} in {settings.store}{_outlook(settings)}",
         store=settings.store, resume=settings.resume, agent_pid=os.getpid(),
     )  # fmt: skip
+    if wrong := misspelt(os.environ):
+        record.say("job.warning", wrong, level="warning")
 
 
 def _outlook(settings: Settings) -> str:

@@ -7,6 +7,7 @@ from it.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from everstep.errors import UsageError
 Resume = Literal["auto", "require", "never"]
 
 PREFIX = "EVERSTEP_"
+_OTHERS = ("EVERSTEP_FAULTS", "EVERSTEP_DRILL", "EVERSTEP_BENCH_")
+"""What everstep's own tools hand to the processes that they start."""
 DEFAULT_STORE = "./everstep-store"
 
 
@@ -42,7 +45,9 @@ class Settings:
         0, "Steps between snapshots in memory; 0: chosen from the measured stall.", parse="count"
     )
     checkpoint_every: float = setting(60.0, "Seconds between durable checkpoints.", parse="seconds")
-    keep_last: int = setting(3, "Committed checkpoints that retention keeps.", parse="count")
+    keep_last: int = setting(
+        3, "Committed checkpoints that retention keeps, at least 1.", parse="positive"
+    )
     grace: float = setting(30.0, "Seconds from SIGTERM to the end of the job.", parse="seconds")
     final_deadline: float = setting(
         600.0, "Seconds for which the last checkpoint is retried before the job gives up waiting.",
@@ -61,10 +66,24 @@ class Settings:
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 0:
         raise ValueError("must not be negative")
     return value
+
+
+def _positive(text: str) -> int:
+    value = _whole(text)
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
 
 
 def _seconds(text: str) -> float:
@@ -72,7 +91,10 @@ def _seconds(text: str) -> float:
     if match is None:
         raise ValueError("must be a number of seconds, or a number with ms, s, m, h or d")
     scale = {"ms": 1e-3, "m": 60, "min": 60, "h": 3600, "d": 86400}.get(match[2] or "s", 1)
-    value = float(match[1]) * scale
+    try:
+        value = float(match[1]) * scale
+    except ValueError:
+        raise ValueError("must be a number of seconds") from None
     if not math.isfinite(value) or value < 0:
         raise ValueError("must be finite and not negative")
     return value
@@ -87,6 +109,7 @@ def _resume(text: str) -> Resume:
 PARSERS: dict[str, Callable[[str], Any]] = {
     "text": str,
     "count": _count,
+    "positive": _positive,
     "seconds": _seconds,
     "resume": _resume,
 }
@@ -117,6 +140,18 @@ def to_environment(settings: Settings) -> dict[str, str]:
         for item in fields(Settings)
         if item.default is not MISSING and getattr(settings, item.name) != item.default
     }
+
+
+def misspelt(environment: Mapping[str, str]) -> str:
+    """One text that names the variables which look like settings and are none; empty where all
+    are known."""
+    known = [variable(item.name) for item in fields(Settings)]
+    found = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known and not name.startswith(_OTHERS):
+            close = difflib.get_close_matches(name, known, n=1)
+            found.append(name + (f" (did you mean {close[0]}?)" if close else ""))
+    return f"no setting of everstep, so without effect: {', '.join(found)}" if found else ""
 
 
 def variable(name: str) -> str:

@@ -23,9 +23,9 @@ class Options:
 
     ``store``, ``job``: as the flags of the same name. ``snapshot_every``: optimizer steps, 0 lets
     the measured stall decide. ``checkpoint_every``: seconds, or text such as ``"5min"``.
-    ``keep_last``: committed checkpoints kept. ``replicated``: keywords whose tensors are equal on
-    all ranks (stored once; checked by digest, R8). ``inexact_data``: what to do where the data
-    position can only be reached by fetching batches again: ``"replay"`` them (exact) or
+    ``keep_last``: committed checkpoints kept, at least 1. ``replicated``: keywords whose tensors
+    are equal on all ranks (stored once; checked by digest, R8). ``inexact_data``: what to do where
+    the data position can only be reached by fetching batches again: ``"replay"`` them (exact) or
     ``"skip"`` them at the sampler (fast; not exact where the dataset draws random numbers in
     loader workers). ``deterministic_dataset``: your word that the loader's dataset and collate
     function draw no random numbers in its workers: a resume then skips at the sampler, which is
@@ -45,7 +45,9 @@ class Options:
         if self.inexact_data not in ("replay", "skip"):
             raise UsageError(f"inexact_data={self.inexact_data!r} must be 'replay' or 'skip'.")
         if self.snapshot_every is not None and self.snapshot_every < 0:
-            raise UsageError("snapshot_every must not be negative.")
+            raise UsageError(f"snapshot_every={self.snapshot_every!r} must not be negative.")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise UsageError(f"keep_last={self.keep_last!r} must be at least 1.")
 
 
 def effective(

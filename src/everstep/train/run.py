@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from everstep.core import exits
-from everstep.core.settings import Settings
+from everstep.core.settings import Settings, misspelt
 from everstep.errors import EverstepError, NotDurable, UsageError
 from everstep.keeper.identity import started_at
 from everstep.train.boundary import Boundary, Preempted
@@ -65,6 +65,8 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
         undo.callback(session.close)
         connection = connect(settings, place, voice)
         undo.pop_all()
+    if not settings.attempt and (wrong := misspelt(os.environ)):
+        voice.warn(wrong)
     return Run(session, connection, settings, place, feed, voice)
 
 
