@@ -60,6 +60,10 @@ def test_an_event_is_one_line() -> None:
     event = Event(wall=0.0, mono=12.5, source="worker", kind="train.log", text="hello", rank=3,
                   step=7)  # fmt: skip
     assert event_line(event, 10.0) == "    2.50s  worker 3  hello (step 7)"
+    said = msgspec.structs.replace(event, text="restored step 7 from memory")
+    assert event_line(said, 10.0).endswith("restored step 7 from memory"), "not twice"
+    other = msgspec.structs.replace(event, text="restored step 77")
+    assert event_line(other, 10.0).endswith("restored step 77 (step 7)")
 
 
 def test_figures_for_people() -> None:

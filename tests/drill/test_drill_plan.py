@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import everstep
+from everstep.core import points
 from everstep.drill.plan import KINDS, Fault, draw_rank, parse_fault, schedule
 from everstep.errors import UsageError
 
 _kinds = st.sampled_from(KINDS)
-_points = st.sampled_from(["store.commit.before_manifest", "keeper.persist.before_pack", "a.b"])
+_points = st.sampled_from(["store.commit.before_manifest", "keeper.persist.before_pack"])
 
 
 @st.composite
@@ -34,6 +39,8 @@ def test_text_form_round_trips(fault: Fault) -> None:
         ("worker@", "not a fault"),
         ("keeper:1", "only a worker has a rank"),
         ("worker@40#2", "passes of a named point"),
+        ("worker@abc", "neither a step nor a named point"),
+        ("keeper@keeper.persist.befor_pack", "neither a step nor a named point"),
         ("corrupt@store.commit.before_manifest", "not one process"),
     ],
 )
@@ -71,3 +78,20 @@ def test_the_rank_is_drawn_from_the_seed_and_must_exist() -> None:
     )
     with pytest.raises(UsageError, match="no rank 7"):
         draw_rank(Fault("worker", 7), [0, 1], seed=0, index=0)
+
+
+def test_a_misspelt_point_is_answered_with_the_closest_one() -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_fault("keeper@keeper.persist.befor_pack")
+    assert refused.value.hint == "Did you mean keeper.persist.before_pack?"
+
+
+def test_the_known_points_are_those_that_the_code_reaches() -> None:
+    source = Path(everstep.__file__).parent
+    called = {
+        name
+        for path in source.rglob("*.py")
+        for name in re.findall(r'\breach\(\s*"([^"]+)"', path.read_text())
+    }
+    assert set(points.KNOWN) == called
+    assert len(points.KNOWN) == len(called)

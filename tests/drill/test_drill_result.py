@@ -79,3 +79,11 @@ def test_the_json_shape_is_stable() -> None:
     assert set(document["reference"]["state"]) == {
         "step", "tensors", "bytes", "ranks", "differences", "idle",
     }  # fmt: skip
+
+
+def test_no_logged_value_is_no_proof() -> None:
+    """Though nothing differs and every fault was overcome."""
+    losses = LossReport((), 0, 0, 0, ())
+    result = _conclude(_GOOD, reference=Reference(_RUN, losses, _STATE))
+    assert (result.verdict, EXIT[result.verdict]) == ("failed", 1)
+    assert "no logged value was compared" in result.why[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from everstep.cli.report import json_option, mark, reported, reporter, size, table
+from everstep.cli.report import counted, json_option, mark, reported, reporter, size, table
 from everstep.core.events import Event
 from everstep.drill import plan
 from everstep.drill.drill import Options, drill
@@ -175,8 +175,8 @@ def render(result: DrillResult, console: Console) -> None:
     console.print(rows)
     run = result.run
     console.print(
-        f"\n{run.attempts} attempts to step {run.last_step} in {run.seconds:.1f} s, exit code "
-        f"{run.exit_code}; seed {result.seed}"
+        f"\n{counted(run.attempts, 'attempt')} to step {run.last_step} in {run.seconds:.1f} s, "
+        f"exit code {run.exit_code}; seed {result.seed}"
     )
     if result.reference is not None:
         _render_reference(result.reference, console)
@@ -190,16 +190,22 @@ def render(result: DrillResult, console: Console) -> None:
 
 def _render_reference(reference: Reference, console: Console) -> None:
     losses, state = reference.losses, reference.state
-    names = ", ".join(losses.names) or "nothing (run.log(loss=...) was never called)"
     same = "identical to" if losses.identical else "DIFFERENT from"
-    console.print(
-        f"logged: {names}: {losses.compared} values at {losses.steps} steps, {losses.repeated} "
-        f"logged more than once, {same} the undisturbed run's"
-    )
+    if reference.nothing_compared:
+        console.print("logged: nothing was compared")
+    else:
+        console.print(
+            f"logged: {', '.join(losses.names)}: {losses.compared} values at {losses.steps} steps, "
+            f"{losses.repeated} logged more than once, {same} the undisturbed run's"
+        )
     same = "identical to" if state.identical else "DIFFERENT from"
+    if state.tensors == 0 and not state.identical:
+        console.print("final state: nothing was compared")
+        return
     console.print(
-        f"final state of step {state.step}: {state.tensors} tensors, {size(state.bytes)}, objects "
-        f"of {state.ranks} ranks, {same} the undisturbed run's, bit by bit"
+        f"final state of step {state.step}: {counted(state.tensors, 'tensor')}, "
+        f"{size(state.bytes)}, objects of {counted(state.ranks, 'rank')}, {same} the undisturbed "
+        "run's, bit by bit"
     )
     if state.idle:
         console.print(

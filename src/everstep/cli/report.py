@@ -7,6 +7,7 @@ talk to stderr. Called by: every command but ``run``, whose workers own both str
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -139,8 +140,11 @@ def to_json(document: object) -> str:
 def event_line(event: Event, start: float) -> str:
     """One event for people: seconds since ``start`` (CLOCK_MONOTONIC), who, what."""
     who = event.source if event.rank is None else f"{event.source} {event.rank}"
-    where = "" if event.step is None else f" (step {event.step})"
-    return f"{event.mono - start:8.2f}s  {who:<9} {event.text or event.kind}{where}"
+    said = event.text or event.kind
+    named = event.step is None or re.search(rf"\bstep {event.step}\b", said)
+    return f"{event.mono - start:8.2f}s  {who:<9} {said}" + (
+        "" if named else f" (step {event.step})"
+    )
 
 
 def table(*headers: str, right: tuple[str, ...] = ()) -> Table:
@@ -162,6 +166,11 @@ def age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def size(count: int) -> str:

@@ -22,6 +22,49 @@ import msgspec
 
 VARIABLE = "EVERSTEP_FAULTS"
 
+KNOWN = (
+    "agent.workers.after_start",
+    "agent.workers.before_start",
+    "keeper.branch.after_write",
+    "keeper.branch.before_write",
+    "keeper.commit.after_manifest",
+    "keeper.commit.before_claim_check",
+    "keeper.commit.before_manifest",
+    "keeper.cut.before_take",
+    "keeper.digest.before_write",
+    "keeper.persist.after_index",
+    "keeper.persist.before_claim_check",
+    "keeper.persist.before_pack",
+    "keeper.read.before_list",
+    "keeper.restore.before_check",
+    "keeper.retain.before_plan",
+    "state.capture.before_copy",
+    "store.branch.before_create",
+    "store.claim.before_create",
+    "store.commit.before_last_look",
+    "store.commit.before_manifest",
+    "store.load.before_read",
+    "store.local.before_fsync",
+    "store.local.before_link",
+    "store.local.before_rename",
+    "store.owner.before_put",
+    "store.sweep.before_index",
+    "store.sweep.before_manifest",
+    "store.sweep.before_pack",
+    "store.sweep.before_tombstone",
+    "store.write.before_index",
+    "store.write.before_pack",
+    "train.cut.before",
+    "train.cut.begun",
+    "train.cut.committed",
+    "train.cut.copied",
+    "train.data.prepare.before_open",
+    "train.restore.before_apply",
+    "train.restore.before_load",
+    "train.restore.in_load",
+)
+"""Every point there is; a test holds it equal to the calls of :func:`reach`."""
+
 
 class Fault(msgspec.Struct):
     """One instruction to fail."""

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.agent.script import check_script
 from everstep.core.events import Event
+from everstep.core.settings import from_environment
 from everstep.drill import losses, states
 from everstep.drill.job import Job, Setup
 from everstep.drill.judge import judge
-from everstep.drill.plan import OF_STORE, Fault, Planned, schedule
+from everstep.drill.plan import OF_STORE, Fault, Planned, check_rank, schedule
 from everstep.drill.result import DrillResult, Reference, RunReport, conclude
 from everstep.drill.run import Drive, Tell
 from everstep.drill.storefault import faulty_url
@@ -76,6 +78,7 @@ def drill(options: Options, tell: Tell) -> DrillResult:
 def _check(options: Options) -> None:
     if not options.command:
         raise UsageError("no script was given.", hint="everstep drill [OPTIONS] SCRIPT [ARGS]...")
+    _check_command(options)
     if any(fault.kind in OF_STORE for fault in options.faults) and "://" in options.store:
         raise UsageError(
             f"faults of the store need a store on a local path, not {options.store}.",
@@ -86,6 +89,18 @@ def _check(options: Options) -> None:
             f"job {options.job} exists in {options.store}: a drill must not hurt it.",
             hint="Leave --job out, or say a new name.",
         )
+
+
+def _check_command(options: Options) -> None:
+    """What `everstep run` would refuse, or a fault could never hit, before anything is run."""
+    from everstep.agent.flags import survey  # loads torch: not for `everstep drill --help`
+
+    from_environment(options.environment)
+    seen = survey(options.command)
+    check_script(seen.name, seen.kind, options.environment)
+    if seen.world is not None:
+        for fault in options.faults:
+            check_rank(fault, range(seen.world))
 
 
 def _job_exists(options: Options) -> bool:
@@ -122,7 +137,9 @@ def _run(options: Options, planned: Sequence[Planned], name: str, tell: Tell) ->
 def _compare(options: Options, undisturbed: _Done, drilled: _Done, tell: Tell) -> Reference:
     """Compare; where they differ, ask by a second undisturbed run whose fault that is (R4)."""
     found = _difference(options, undisturbed, drilled)
-    if found.identical or undisturbed.report.problems or drilled.report.problems:
+    if found.nothing_compared or found.identical:
+        return found
+    if undisturbed.report.problems or drilled.report.problems:
         return found
     again = _run(options, (), "undisturbed-again", tell)
     reproducible = _difference(options, undisturbed, again).identical

@@ -6,6 +6,7 @@ I/O; randomness comes in as a seed. Called by: the drill's loop, cli.
 
 from __future__ import annotations
 
+import difflib
 import random
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Literal, cast, get_args
 
 import msgspec
 
+from everstep.core import points
 from everstep.errors import UsageError
 
 Kind = Literal["worker", "keeper", "agent", "everything", "corrupt", "disk-full", "torn-write"]
@@ -98,6 +100,12 @@ def _at_point(text: str, kind: Kind, rank: int | None, point: str, passes: int) 
             f"{text!r}: a process fails at a point, {kind!r} is not one process.",
             hint="Use worker, keeper or agent with a point.",
         )
+    if point not in points.KNOWN:
+        close = difflib.get_close_matches(point, points.KNOWN, n=1)
+        raise UsageError(
+            f"{text!r}: {point!r} is neither a step nor a named point.",
+            hint=f"Did you mean {close[0]}?" if close else "A step is a number, as in worker@40.",
+        )
     return Fault(kind, rank, point=point, passes=passes)
 
 
@@ -134,6 +142,12 @@ def draw_rank(fault: Fault, world: Sequence[int], *, seed: int, index: int) -> i
     """
     if fault.rank is None:
         return random.Random(f"{seed}/{index}").choice(sorted(world))
-    if fault.rank not in world:
-        raise UsageError(f"{fault}: the job has no rank {fault.rank}, but {sorted(world)}.")
+    check_rank(fault, world)
     return fault.rank
+
+
+def check_rank(fault: Fault, world: Sequence[int]) -> None:
+    """Raises :class:`UsageError` where the fault names a rank that a job of ``world`` lacks."""
+    if fault.rank is not None and fault.rank not in world:
+        ranks = "rank 0 alone" if len(world) == 1 else f"ranks 0 to {len(world) - 1}"
+        raise UsageError(f"{fault}: the job has no rank {fault.rank}, but {ranks}.")

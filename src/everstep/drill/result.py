@@ -15,6 +15,11 @@ from everstep.drill.states import StateReport
 
 FORMAT = "everstep.drill/1"
 
+NO_VALUES = (
+    "no logged value was compared, so nothing is proved of the losses: call run.log(loss=...) in "
+    "the script, or name what it logs with --compare"
+)
+
 Verdict = Literal["recovered", "failed", "not reproducible"]
 
 EXIT: dict[Verdict, int] = {"recovered": 0, "failed": 1, "not reproducible": 3}
@@ -49,6 +54,11 @@ class Reference(msgspec.Struct, frozen=True):
     def identical(self) -> bool:
         return self.losses.identical and self.state.identical
 
+    @property
+    def nothing_compared(self) -> bool:
+        """Whether there was no logged value to compare, so that equal losses prove nothing."""
+        return self.losses.compared == 0
+
 
 class DrillResult(msgspec.Struct, frozen=True):
     """The whole drill. ``verdict`` says what was shown; ``why`` is empty iff it is recovered."""
@@ -77,6 +87,8 @@ def conclude(
     verdict: Verdict = "failed" if why else "recovered"
     if reference is not None:
         why += [f"undisturbed run: {problem}" for problem in reference.run.problems]
+        if reference.nothing_compared and not why:
+            why.append(NO_VALUES)
         verdict = "failed" if why else "recovered"
         if not reference.identical:
             unsound = not why and reference.reproducible is False
