@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from forked import Start
@@ -56,3 +57,33 @@ def test_resume_never_says_so_and_an_unknown_variable_is_warned_of(start: Start)
     assert agent.wait() == exits.FINISHED
     assert agent.said().count("EVERSTEP_KEPE_LAST (did you mean EVERSTEP_KEEP_LAST?)") == 1
     assert "starts afresh (--resume never)" in agent.said()
+
+
+WAITS = """
+import everstep, torch, time
+model = torch.nn.Linear(2, 2)
+run = everstep.attach(model=model)
+for step in run.steps(until=100000):
+    time.sleep(0.005)
+    if step == 5:
+        print("up", flush=True)
+"""
+
+
+def test_a_preemption_is_told_once_and_is_no_warning(start: Start) -> None:
+    agent = start("--nproc-per-node", "2", script=WAITS)
+    agent.until(lambda: agent.out.read_text().count("up") == 2)
+    agent.kill(signal.SIGTERM)
+    assert agent.wait() == exits.PREEMPTED, agent.said()
+    assert "warning" not in agent.said()
+    assert "error" not in agent.said()
+    assert agent.said().count("stopped at step") == 1, agent.said()
+
+
+def test_ctrl_c_shows_nothing_of_everstep(start: Start) -> None:
+    agent = start("--nproc-per-node", "2", script=WAITS)
+    agent.until(lambda: agent.out.read_text().count("up") == 2)
+    agent.kill(signal.SIGINT)
+    assert agent.wait() == exits.SIGNALLED + signal.SIGINT, agent.said()
+    assert "/everstep/" not in agent.said().replace("everstep-store", "")
+    assert "Root Cause" not in agent.said()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from forked import Start
 
 from everstep.agent.report import tell_refusals
 from everstep.core import exits
+from everstep.core.settings import misspelt
 from everstep.errors import EverstepError, NoRecoveryPoint, StoreFull, UsageError
 from everstep.train.uncaught import final_code, hook
 
@@ -125,3 +127,23 @@ def test_the_error_file_has_the_form_of_torchs(tmp_path: Path) -> None:
     told = json.loads(path.read_text())["message"]
     assert told["message"] == "UsageError: EVS-100: bad"
     assert "raise UsageError" in told["extraInfo"]["py_callstack"]
+
+
+def test_ctrl_c_shows_the_line_of_the_script_and_none_of_everstep(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        misspelt(_Interrupts())
+    except KeyboardInterrupt as error:
+        hook(sys.__excepthook__, {})(KeyboardInterrupt, error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert "test_refusals.py" in said
+    assert "settings.py" not in said
+    assert said.rstrip().endswith("KeyboardInterrupt")
+
+
+class _Interrupts(dict[str, str]):
+    """A mapping in which everstep is interrupted."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise KeyboardInterrupt

@@ -249,7 +249,8 @@ class Run:
         self._finished = True
 
     def _leave(self, exit_code: int, why: str) -> NoReturn:
-        print(f"everstep: {why}", file=sys.stderr, flush=True)
+        quiet = exit_code == exits.PREEMPTED
+        self._voice.say("train.left", why, level="info" if quiet else "error", loud=True)
         self.close()
         raise SystemExit(exit_code)
 

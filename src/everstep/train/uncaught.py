@@ -19,9 +19,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from everstep import errors
 from everstep.core import exits
 from everstep.core.settings import variable
 from everstep.errors import EverstepError, NoRecoveryPoint
+
+_PACKAGE = str(Path(errors.__file__).parent) + os.sep
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -39,7 +42,7 @@ def hook(before: Hook, environment: Mapping[str, str]) -> Hook:
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = final_code(error)
         if code is None:
-            before(kind, error, trace)
+            before(kind, error, _of_the_script(error, trace))
             return
         if not _recorded(error, environment.get("TORCHELASTIC_ERROR_FILE", "")):
             before(kind, error, trace)
@@ -55,6 +58,18 @@ def final_code(error: BaseException) -> int | None:
     if isinstance(error, EverstepError) and error.blame == "user" and not error.retryable:
         return exits.REFUSED
     return None
+
+
+def _of_the_script(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """The trace, of Ctrl-C only down to the call of everstep: where it waited says nothing."""
+    if isinstance(error, KeyboardInterrupt):
+        error.__suppress_context__ = True
+        at = trace
+        while at is not None and at.tb_next is not None:
+            if at.tb_next.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+                at.tb_next = None
+            at = at.tb_next
+    return trace
 
 
 def _recorded(error: BaseException, path: str) -> bool:
