@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.core.clock import Clock
-from everstep.errors import EverstepError, JobOwned, KeeperError
+from everstep.errors import EverstepError, JobOwned, KeeperError, RestoreError
 from everstep.keeper import commands, facts, wire
 from everstep.keeper.background import Background
 from everstep.keeper.connection import Connection
@@ -25,6 +25,7 @@ from everstep.keeper.journal import Journal
 from everstep.keeper.lead import Lead
 from everstep.keeper.node import Node
 from everstep.keeper.owner import Owner
+from everstep.keeper.parted import Parted
 from everstep.keeper.storing import Storing
 from everstep.keeper.uplink import Uplink
 from everstep.keeper.wire import AnyMessage, AttemptBegun, BeginAttempt, Goodbye, Refused, Welcome
@@ -79,6 +80,8 @@ class Attempt:
         self._lived = False
         self._askers: list[Connection] = []
         self._lobby: list[Connection] = []
+        self._parted = Parted(clock)
+        self._dismissed: set[Connection] = set()
         self._begun: AttemptBegun | None = None
         self._token = ""
         self._fenced = ""
@@ -219,7 +222,12 @@ class Attempt:
 
     def _part_workers(self) -> None:
         for older in self._node.part_workers():
-            older.closed = True
+            self._dismiss(older)
+
+    def _dismiss(self, connection: Connection) -> None:
+        """End a connection that another has replaced: it says nothing of its rank any more."""
+        connection.closed = True
+        self._dismissed.add(connection)
 
     def _orphans(self) -> dict[Process, int]:
         """Processes of an earlier launch that map slots still, and their ranks. A cut that one of
@@ -292,7 +300,12 @@ class Attempt:
         self._lead.part()
         self._tell(
             facts.Begun(
-                attempt, message.ranks_of_node, message.resume, message.expected, message.policy
+                attempt,
+                message.ranks_of_node,
+                message.resume,
+                message.expected,
+                message.policy,
+                alone=not self._begun_by.agent,
             )
         )
         self._tell(facts.NodeJoined(0, self._node.inventory(), self._node.elections()))
@@ -313,6 +326,7 @@ class Attempt:
         assert hello is not None, "greeted before its hello"
         if connection.closed:
             return
+        self._parted.back(connection)
         self._check_not_over(hello.attempt)
         beginning = self._beginning is not None and self._beginning.launch == hello.launch
         if hello.role == "keeper" and self._knows_token(hello):
@@ -346,7 +360,7 @@ class Attempt:
         self._owner.back()
         older = self._node.admit(connection)
         if older is not None:
-            older.closed = True
+            self._dismiss(older)
 
     def _knows_token(self, hello: wire.Hello) -> bool:
         return bool(self._token) and secrets.compare_digest(hello.token, self._token)
@@ -369,6 +383,8 @@ class Attempt:
         if isinstance(message, Goodbye):
             # A child that the worker forked may have said it: then the worker comes again.
             connection.closed = True
+            if not message.finished and hello is not None:
+                self._tell(facts.RankEnded(hello.rank, "it has left before that"))
         if isinstance(message, Goodbye) and alone:
             self.finished = message.finished and not self._node.attached
             if first and message.finished:
@@ -379,6 +395,10 @@ class Attempt:
 
     def left(self, connection: Connection) -> None:
         """A connection has ended."""
+        if connection in self._dismissed:
+            self._dismissed.remove(connection)
+        else:
+            self._parted.add(connection)
         if connection in self._lobby:
             self._lobby.remove(connection)
         if connection in self._askers:
@@ -436,13 +456,29 @@ class Attempt:
     def wait(self) -> float:
         """Seconds until something is due here."""
         dial = self._uplink.wait() if self._uplink is not None else 3600.0
-        return min(dial, self._owner.wait())
+        return min(dial, self._owner.wait(), self._parted.wait())
 
     def turn(self) -> None:
         """Do what is due."""
         self._owner.renew()
+        self._look_at_parted()
         if self._uplink is not None:
             self._uplink.dial()
+
+    def _look_at_parted(self) -> None:
+        """Where no agent runs nobody else sees a worker end that others wait for."""
+        beginning = self._beginning
+        if beginning is None:
+            for worker in self._parted.ended(self._node.launch):
+                self._tell(facts.RankEnded(worker.rank))
+        elif not (self._beginner.agent or may_run(self._beginner.process)):
+            self._refuse(
+                RestoreError(
+                    f"the process (pid {self._beginner.process.pid}) that begins the job for all "
+                    f"ranks of node {beginning.node} has ended before it was begun.",
+                    hint="What it printed says why; start all ranks again.",
+                )
+            )
 
     def close(self) -> None:
         if self._uplink is not None:

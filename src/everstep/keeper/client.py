@@ -11,6 +11,7 @@ for the answer to another question.
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
@@ -57,10 +58,14 @@ from everstep.keeper.wire import (
 
 RETRY_SECONDS = 0.05
 RESTART_SECONDS = 2.0
+CRASHES = 3
+"""Keepers in a row that end at their start before no other is waited for."""
 _ANSWER_MARGIN = 5.0
 """Seconds that an answer may be late over the timeout that the question names."""
 
 Answer = TypeVar("Answer", bound=Message)
+Restart = Callable[[], "subprocess.Popen[bytes] | None"]
+"""Starts a keeper; gives its process where the caller is to see it end."""
 
 
 def error_of(refused: Refused) -> EverstepError:
@@ -102,7 +107,8 @@ class Offered:
 
 
 class WorkerLink:
-    """The connection of one rank.
+    """The connection of one rank. ``crashes`` counts keepers in a row that this rank has started
+    and that ended at their start.
 
     ``attempt`` and ``world`` are the keeper's words, ``page`` the control page, ``slots`` the two
     slots, ``refused`` why the last try to connect failed. Page and slots may be other objects
@@ -115,9 +121,13 @@ class WorkerLink:
         hello: Hello,
         *,
         begin: BeginAttempt | None = None,
-        restart: Callable[[], object] | None = None,
+        restart: Restart | None = None,
+        log: str = "",
     ) -> None:
         self._name = name
+        self._log = f"Its log is {log}." if log else "Its log is named at the start of the run."
+        self._started: subprocess.Popen[bytes] | None = None
+        self.crashes = 0
         self._hello = hello
         self._begin = begin
         self._restart = restart
@@ -144,16 +154,18 @@ class WorkerLink:
         hello: Hello,
         *,
         begin: BeginAttempt | None = None,
-        restart: Callable[[], object] | None = None,
+        restart: Restart | None = None,
+        log: str = "",
         timeout: float = 60.0,
     ) -> WorkerLink:
         """Connect and wait until the attempt of ``hello.launch`` has begun.
 
         ``begin`` is said by local rank 0 where no agent runs (``attempt=0``: the keeper claims),
-        ``restart`` starts a keeper again after it died (the same rank's duty). Raises what the
-        keeper refuses with (:class:`JobOwned`, ...) or :class:`KeeperError` after ``timeout`` s.
+        ``restart`` starts a keeper again after it died (the same rank's duty), ``log`` is where
+        that keeper writes. Raises what the keeper refuses with (:class:`JobOwned`, ...), or
+        :class:`KeeperError` after ``timeout`` s or where keepers end at their start.
         """
-        link = cls(name, hello, begin=begin, restart=restart)
+        link = cls(name, hello, begin=begin, restart=restart, log=log)
         link._await_connection(time.monotonic() + timeout)
         return link
 
@@ -372,18 +384,38 @@ class WorkerLink:
     def _await_connection(self, deadline: float) -> None:
         while not self.reconnect_if_needed(time.monotonic()):
             left = deadline - time.monotonic()
-            if self.refused is not None and not self.refused.retryable:
+            hopeless = self.crashes >= CRASHES
+            if self.refused is not None and (hopeless or not self.refused.retryable):
                 raise self.refused
             if left <= 0:
-                raise KeeperError(
-                    f"no keeper answers at @{self._name}.",
-                    hint="Its log is named at the start of the run.",
-                )
+                raise self._unanswered()
             pause = min(left, RETRY_SECONDS)
             if self._pending is None:
                 time.sleep(pause)  # nothing exists yet that could be waited on
             else:
                 self._pending.readable(pause)
+
+    def _unanswered(self) -> EverstepError:
+        """Why there is no connection, as well as it is known here."""
+        refused = self.refused
+        if refused is not None and type(refused) is not KeeperError:
+            return refused  # the keeper's own words, and not a connection that broke
+        if self._pending is not None and self._begin is None and Welcome in self._missing:
+            return KeeperError(
+                f"the keeper answers, but local rank 0 has not begun this start of the job, for "
+                f"which rank {self._hello.rank} waits.",
+                hint="See what local rank 0 printed; it may have ended before it attached.",
+            )
+        if self._pending is not None:
+            slow = "The store may be slow." if not self._hello.node else "It waits for node 0's."
+            return KeeperError(
+                f"the keeper answers at @{self._name}, but did not begin the attempt in time.",
+                hint=f"{slow} {self._log}",
+            )
+        if refused is not None:
+            return refused
+        who = "" if self._begin is not None else " Local rank 0 starts it where no agent runs."
+        return KeeperError(f"no keeper answers at @{self._name}.", hint=self._log + who)
 
     def _step_back(self, now: float) -> bool:
         if self._pending is None and not self._dial(now):
@@ -393,6 +425,7 @@ class WorkerLink:
             answer, fds = self._pending.receive(timeout=1.0)
             if self._greeted(answer, fds):
                 self._link, self._pending, self.refused = self._pending, None, None
+                self._started, self.crashes = None, 0
                 return True
         return False
 
@@ -402,9 +435,7 @@ class WorkerLink:
         self._retry_at = now + RETRY_SECONDS
         self._pending = try_connect(self._name)
         if self._pending is None:
-            if self._restart is not None and now >= self._restart_at:
-                self._restart_at = now + RESTART_SECONDS
-                self._restart()
+            self._start_keeper(now)
             return False
         hello = msgspec.structs.replace(self._hello, attempt=self.attempt, went_on=self._went_on)
         self._pending.send(hello, timeout=1.0)
@@ -412,6 +443,20 @@ class WorkerLink:
         if self._begin is not None:
             self._pending.send(self._begin_again(), timeout=1.0)
         return True
+
+    def _start_keeper(self, now: float) -> None:
+        code = self._started.poll() if self._started is not None else None
+        if code:  # one that finds the name taken ends with 0
+            self._started = None
+            self.crashes += 1
+            self.refused = KeeperError(
+                f"the keeper ended with exit code {code} at its start, {self.crashes} times in a "
+                "row.",
+                hint=self._log,
+            )
+        elif self._restart is not None and now >= self._restart_at:
+            self._restart_at = now + RESTART_SECONDS
+            self._started = self._restart()
 
     def _begin_again(self) -> BeginAttempt:
         assert self._begin is not None

@@ -31,6 +31,7 @@ from everstep.keeper.facts import (
     PersistFailed,
     PreemptAsked,
     RankArrived,
+    RankEnded,
     RankGone,
     RankPersisted,
     Registered,
@@ -114,6 +115,7 @@ class Coordinator:
             rank: node for node, ranks in enumerate(fact.ranks_of_node) for rank in ranks
         }
         at.attempt, at.resume, at.expected = fact.attempt, fact.resume, fact.expected
+        at.alone = fact.alone
         at.policy, at.began, at.start = fact.policy, at.now, 0
         at.elected, at.origin = False, None
         at.registered, at.finished, at.gone = set(), set(), set()
@@ -265,6 +267,8 @@ class Coordinator:
                 for rank, node in self.at.table.home.items():
                     if node == fact.node:
                         self.at.table.resolve(rank)
+            case RankEnded():
+                self.election.rank_ended(fact.rank, fact.why)
             case Tick():
                 pass
             case _:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from everstep.core.ids import Point
-from everstep.errors import KeeperError, NoRecoveryPoint, WorldChanged
+from everstep.errors import KeeperError, NoRecoveryPoint, RestoreError, WorldChanged
 from everstep.keeper.commands import (
     CheckMemory,
     ElectTo,
@@ -194,6 +194,19 @@ class Election:
         self.singles.pop(rank, None)
         if not self.offered:
             self.asked.discard(rank)
+
+    def rank_ended(self, rank: int, why: str) -> None:
+        """Where no agent runs nobody ends the ranks that would wait for this one."""
+        waited_for = self.at.alone and rank in self.at.table.home
+        if self.elected is not None or self.branching or self.refusal is not None:
+            return
+        if waited_for and (why or rank not in self.at.registered):
+            because = why or "its process has ended"
+            self._refuse_all(
+                RestoreError.code,
+                f"rank {rank} cannot take part in the restore: {because}",
+                f"What rank {rank} printed says more; start all ranks again.",
+            )
 
     def training_seen(self, ranks: set[int]) -> None:
         """These ranks train already: an attempt whose election this keeper has not seen."""

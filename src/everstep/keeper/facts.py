@@ -36,13 +36,15 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begun(Fact, frozen=True):
-    """An attempt begins. The same attempt begins again after the keeper of node 0 was replaced."""
+    """An attempt begins. The same attempt begins again after the keeper of node 0 was replaced.
+    ``alone``: no agent runs that would end the other ranks when one ends."""
 
     attempt: int
     ranks_of_node: tuple[tuple[int, ...], ...]
     resume: str
     expected: bool
     policy: Policy
+    alone: bool = False
 
 
 class NodeJoined(Fact, frozen=True):
@@ -85,6 +87,13 @@ class RankGone(Fact, frozen=True):
     rank: int
     slots: tuple[Held, ...]
     finished: bool
+
+
+class RankEnded(Fact, frozen=True):
+    """A rank's process has ended, or it says that it cannot go on (``why``)."""
+
+    rank: int
+    why: str = ""
 
 
 class WorkersOver(Fact, frozen=True):
@@ -259,7 +268,7 @@ AnyFact = (
     Begun | NodeJoined | NodeLeft | Registered | SlotsSeen | RankGone | WorkersOver | CutMade
     | CutMissed | SlotAsked | DurableAsked | OfferAsked | Voted | RankArrived | Boundaries
     | PreemptAsked | Left | StoreRead | MemoryChecked | BranchWritten | Digested | RankPersisted
-    | PersistFailed | Committed | CommitFailed | Fenced | Tick | ElectionKnown
+    | PersistFailed | Committed | CommitFailed | Fenced | Tick | ElectionKnown | RankEnded
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -242,6 +242,8 @@ class Server:
                 self._facts.append(facts.PreemptAsked(message.grace))
         elif isinstance(message, Fatal):
             self._fatal(message)
+            if hello.role == "worker":
+                self._facts.append(facts.RankEnded(hello.rank, message.what))
         elif isinstance(message, AdoptSlots) and hello.role == "agent":
             self._attempt.adopted += self._node.adopt(connection, message)
         elif hello.role == "agent":

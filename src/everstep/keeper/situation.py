@@ -19,11 +19,11 @@ from everstep.keeper.table import Key, SlotTable
 class Situation:
     """``now`` is the time of the fact at hand; ``out`` collects the commands it leads to.
 
-    ``registered`` are ranks whose workers are attached, ``gone`` those whose workers have ended in
-    this attempt and not come again, ``joined`` nodes whose keepers are attached. ``elected`` is
-    true once the attempt's recovery point is settled, which is then ``origin``, ``start`` its
-    step. ``branches`` are those that are known to be in the store. ``lived`` says that this keeper
-    saw a complete snapshot of the lineage (R5).
+    ``alone`` says that no agent runs. ``registered`` are ranks whose workers are attached, ``gone``
+    those whose workers have ended in this attempt and not come again, ``joined`` nodes whose
+    keepers are attached. ``elected`` is true once the attempt's recovery point is settled, which is
+    then ``origin``, ``start`` its step. ``branches`` are those that are known to be in the store.
+    ``lived`` says that this keeper saw a complete snapshot of the lineage (R5).
     """
 
     table: SlotTable = field(default_factory=SlotTable)
@@ -33,6 +33,7 @@ class Situation:
     attempt: int = 0
     resume: str = "auto"
     expected: bool = False
+    alone: bool = False
     began: float = 0.0
     registered: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)

@@ -12,6 +12,7 @@ import secrets
 import select
 import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -20,10 +21,10 @@ from everstep.core import exits
 from everstep.core.settings import Settings
 from everstep.errors import EverstepError, JobOwned, NoRecoveryPoint
 from everstep.keeper.address import keeper_of
-from everstep.keeper.client import Grant, WorkerLink
+from everstep.keeper.client import CRASHES, Grant, WorkerLink
 from everstep.keeper.control import ControlPage
 from everstep.keeper.slot import Geometry, Slot
-from everstep.keeper.spawn import start_keeper
+from everstep.keeper.spawn import log_path, start_keeper
 from everstep.keeper.wire import BeginAttempt, CutDone, Fatal, Hello
 from everstep.train.place import Place
 from everstep.train.voice import Voice
@@ -51,12 +52,13 @@ def connect(settings: Settings, place: Place, voice: Voice) -> Connection:
     if alone and place.local_rank == 0:
         begin = _begin(settings, place)
 
-        def restart() -> object:
+        def restart() -> subprocess.Popen[bytes]:
             return start_keeper(settings, place.node)
 
     link = WorkerLink.connect(
-        keeper_of(settings), hello, begin=begin, restart=restart, timeout=CONNECT_SECONDS
-    )
+        keeper_of(settings), hello, begin=begin, restart=restart,
+        log=str(log_path(settings, place.node)) if alone else "", timeout=CONNECT_SECONDS,
+    )  # fmt: skip
     if begin is not None and place.nodes > 1 and place.node == 0:
         _publish_coordinator(link, begin.token)
     if place.agent_pid:
@@ -80,6 +82,7 @@ class Connection:
         self._alone = alone
         self._page: ControlPage | None = None
         self._keepers = 0
+        self._told_crashes = False
         self.say = voice.say
 
     # -- the control page
@@ -118,7 +121,19 @@ class Connection:
         here = self.link.reconnect_if_needed(time.monotonic())
         if self._alone and isinstance(self.link.refused, JobOwned):
             raise self.link.refused
+        self._tell_crashes(here)
         return here
+
+    def _tell_crashes(self, here: bool) -> None:
+        """Say once that no keeper comes up: what is computed meanwhile is not protected."""
+        if here:
+            self._told_crashes = False
+        elif self.link.crashes >= CRASHES and not self._told_crashes:
+            self._told_crashes = True
+            text = (
+                f"no keeper can be started: training goes on, nothing is saved. {self.link.refused}"
+            )
+            self.say("keeper.unreachable", text, level="error", loud=True)
 
     # -- cuts
 
