@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from everstep.core.ids import Point
+from everstep.core.layout import RankState
 from everstep.drill.damage import flip_newest
-from everstep.store import OwnerIdentity, open_store
+from everstep.state.objects import Objects, encode_objects
+from everstep.store import Branch, OwnerIdentity, open_store
 from everstep.testing.snapshots import world_of
 
 
@@ -134,3 +139,56 @@ def test_verify_of_nothing_is_an_error(cli: Any, tmp_path: Path) -> None:
     result = cli("verify", tmp_path / "empty")
     assert result.exit_code == 1
     assert "no committed checkpoint" in result.stderr
+
+
+def test_the_age_of_a_damaged_checkpoint_is_that_of_its_commit(
+    cli_json: Any, toy_store: Path
+) -> None:
+    """Not of the pack that something has written to since."""
+    for path in toy_store.rglob("manifest"):
+        os.utime(path, (1000.0, 1000.0))
+    flip_newest(str(toy_store), "toy", seed=1)
+    cli_json("verify", toy_store, "--deep")
+    listed = cli_json("ls", toy_store)[1]["jobs"][0]["checkpoints"]
+    assert "damaged" in {c["state"] for c in listed}
+    assert all(c["age_s"] > 10**8 for c in listed)
+
+
+def test_show_names_what_the_user_attached_and_what_its_workers_ran_with(
+    cli: Any, cli_json: Any, tmp_path: Path
+) -> None:
+    """Not the launcher's threads, nor the parts of the record."""
+    own = {"torch": "2.13", "threads": "4", "vector extensions": "AVX2", "world": "1"}
+    objects = encode_objects(
+        Objects(
+            treated={"model": "module", "ema": "other"},
+            types={"model": "Linear", "ema": "Average"},
+            extra=msgspec.msgpack.encode({"step": 5, "environment": own}),
+        )
+    )
+    job = open_store(str(tmp_path), create=True).job("one")
+    attempt = job.claim(OwnerIdentity("agent", "host", "boot", 1, 1))
+    job.write_branch(attempt, Branch(None, "fresh", "no recovery point exists", 1))
+    (made,) = world_of(5, attempt, 1)
+    state = msgspec.msgpack.decode(made.state, type=RankState)
+    told = msgspec.msgpack.encode(msgspec.structs.replace(state, objects=objects))
+    snapshot = msgspec.structs.replace(made, state=memoryview(told))
+    job.write_rank(snapshot, facts={"threads": "1", "isa": "AVX", "python": "3.11"}, unique="u")
+    assert job.try_commit(Point(5, attempt), 1) == "committed"
+    _, shown = cli_json("show", tmp_path)
+    assert shown["environment"] == {
+        "python": "3.11", "torch": "2.13", "threads": "4", "vector extensions": "AVX2",
+    }  # fmt: skip
+    assert shown["objects"][0]["types"] == {"model": "Linear", "ema": "Average"}
+    text = cli("show", tmp_path).stdout
+    assert "model (Linear), ema (Average)" in text
+    assert "CPU capability: AVX2" in text
+    assert ": 1 rank, " in text
+    assert "attempt 1 began at step 0 (no recovery point exists)" in text
+
+
+def test_a_url_that_nobody_serves_is_answered_with_what_users_have(cli: Any) -> None:
+    result = cli("ls", "s3://bucket")
+    assert result.exit_code == 2
+    assert "faulty" not in result.stderr
+    assert "memory" not in result.stderr

@@ -38,6 +38,7 @@ from everstep.agent.watch import Learnt, Watch
 from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
+from everstep.core.events import counted
 from everstep.core.settings import to_environment, variable
 from everstep.errors import (
     AgentError,
@@ -207,8 +208,8 @@ class Agent:
             port = self._keeper.begin(begin).port
         self._record.say(
             "attempt.started",
-            f"attempt {plan.attempt}: {len(plan.nodes)} node(s), "
-            f"{sum(entry.workers for entry in plan.nodes)} worker(s)",
+            f"attempt {plan.attempt}: {counted(len(plan.nodes), 'node')}, "
+            f"{counted(sum(entry.workers for entry in plan.nodes), 'worker')}",
             nodes=len(plan.nodes), restarts=plan.restarts, agent_pid=os.getpid(),
         )  # fmt: skip
         return port

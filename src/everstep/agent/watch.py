@@ -21,7 +21,7 @@ from everstep.agent.rendezvous import Meeting, NodeEnd, Round
 from everstep.agent.signals import Signals
 from everstep.agent.workers import Workers
 from everstep.core import exits
-from everstep.core.events import Event
+from everstep.core.events import Event, counted
 from everstep.errors import AgentError, KeeperError
 from everstep.keeper.wire import Fatal, Report
 
@@ -266,6 +266,7 @@ class Watch:
         pids = self._workers.kill(signal.SIGKILL)
         if pids:
             self._record.say(
-                "workers.killed", f"{why}: killed {len(pids)} other worker(s) of this node",
+                "workers.killed",
+                f"{why}: killed {counted(len(pids), 'other worker')} of this node",
                 level="debug", pids=pids, signal="SIGKILL", reason=why,
             )  # fmt: skip

@@ -15,6 +15,7 @@ from everstep.cli.probes.findings import Finding
 from everstep.cli.probes.machine import measure_clock, measure_memory, read_masks, try_features
 from everstep.cli.probes.pytorch import ask_torch
 from everstep.cli.report import json_option, mark, reported, reporter
+from everstep.core.events import counted
 from everstep.core.settings import Settings
 from everstep.errors import EverstepError, ObjectMissing
 from everstep.store import open_store
@@ -83,7 +84,8 @@ def newest_checkpoint(store: str) -> tuple[int, list[Finding]]:
         return 0, [Finding("store", "ok", what)]
     except EverstepError as error:
         return 0, [Finding("store", "fail", error.what, error.hint or "Look at the store.")]
-    return max(newest, default=0), [Finding("store", "ok", f"{opened.url}: {len(jobs)} jobs")]
+    what = f"{opened.url}: {counted(len(jobs), 'job')}"
+    return max(newest, default=0), [Finding("store", "ok", what)]
 
 
 def _on_disk(store: str, newest: int) -> list[Finding]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from everstep.cli.report import counted, json_option, mark, reported, reporter, size, table
-from everstep.core.events import Event
+from everstep.cli.report import json_option, mark, reported, reporter, size, table
+from everstep.core.events import Event, counted
 from everstep.drill import plan
 from everstep.drill.drill import Options, drill
 from everstep.drill.judge import FaultReport

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from everstep.cli.places import job_option, jobs_of, store_argument
 from everstep.cli.report import age, json_option, reported, reporter, size, table
+from everstep.core.events import counted
 from everstep.store import CheckpointInfo, Job, open_store
 
 FORMAT = "everstep.ls/1"
@@ -17,8 +18,8 @@ FORMAT = "everstep.ls/1"
 
 class Listed(msgspec.Struct, frozen=True):
     """One checkpoint. ``state``: ``verified`` (a committed one whose every byte was proved),
-    ``committed``, ``damaged``, ``incomplete`` or ``tombstoned``; ``age_s`` by this machine's
-    clock; ``loads``: it is the one that a restart would try first."""
+    ``committed``, ``damaged``, ``incomplete`` or ``tombstoned``; ``age_s`` since its
+    commit, by this machine's clock; ``loads``: it is the one that a restart would try first."""
 
     step: int
     attempt: int
@@ -93,7 +94,7 @@ def _listed(info: CheckpointInfo, now: float, loads: bool) -> Listed:
         step=info.point.step,
         attempt=info.point.attempt,
         state=state_of(info),
-        age_s=round(max(0.0, now - info.modified), 3),
+        age_s=round(max(0.0, now - (info.committed_at or info.modified)), 3),
         bytes=info.bytes,
         world=info.world,
         on_lineage=info.on_lineage,
@@ -107,7 +108,9 @@ def _render(listing: Listing, console: Console) -> None:
         console.print(f"no job in {listing.store} yet")
     for job in listing.jobs:
         running = f", run by {job.owner}" if job.owner else ""
-        console.print(f"[bold]{job.job}[/] in {listing.store}: {job.attempts} attempts{running}")
+        console.print(
+            f"[bold]{job.job}[/] in {listing.store}: {counted(job.attempts, 'attempt')}{running}"
+        )
         if not job.checkpoints:
             console.print("  no checkpoint yet")
             continue

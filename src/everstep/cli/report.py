@@ -168,11 +168,6 @@ def age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
 def size(count: int) -> str:
     """Bytes for people: ``1.5 GB``; powers of 1000."""
     value = float(count)

@@ -10,11 +10,17 @@ from rich.console import Console
 
 from everstep.cli.places import at_option, find_point, job_option, one_job, store_argument
 from everstep.cli.report import json_option, reported, reporter, size, table
+from everstep.core.events import counted
 from everstep.core.ids import Point
 from everstep.core.layout import ITEMSIZE, SHARED
+from everstep.state.objects import Objects as Attached
+from everstep.state.objects import decode_objects
 from everstep.store import Branch, Checkpoint, Job, open_store
 
 FORMAT = "everstep.show/1"
+
+_CALLED = {"isa": "CPU capability", "vector extensions": "CPU capability"}
+"""What facts of the environment are called for people."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -31,12 +37,14 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Objects(msgspec.Struct, frozen=True):
-    """A rank's part that is no tensor: its length, and the names at its top."""
+    """A rank's part that is no tensor: its length, and what was attached, by keyword. ``types``
+    are the objects' classes; ``aliases`` names of the same tensor."""
 
     rank: int
     bytes: int
     names: tuple[str, ...]
     aliases: dict[str, str]
+    types: dict[str, str] = {}
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -50,7 +58,8 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """What ``everstep show --json`` prints. ``environment`` is what rank 0 ran with (R4)."""
+    """What ``everstep show --json`` prints. ``environment`` is what rank 0 ran with (R4), as far
+    as it wrote it down; else what its launcher did."""
 
     store: str
     job: str
@@ -102,7 +111,7 @@ def show(url: str, job: Job, point: Point) -> Shown:
         chunks=sum(len(index.chunks) + len(index.state_chunks) for index in indexes),
         bytes=checkpoint.manifest.bytes,
         packs=tuple(pack.key for index in indexes for pack in index.packs),
-        environment=dict(checkpoint.facts),
+        environment=_environment(checkpoint),
         lineage=_lineage(dict(job.branches()), point.attempt),
         tensors=_tensors(checkpoint),
         objects=tuple(_objects(checkpoint, rank) for rank in range(checkpoint.world)),
@@ -135,16 +144,28 @@ def _with(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 def _objects(checkpoint: Checkpoint, rank: int) -> Objects:
     state = checkpoint.rank_state(rank)
-    return Objects(rank, len(state.objects), _names(state.objects), state.aliases)
+    types = decoded.types if (decoded := _decoded(state.objects)) else {}
+    return Objects(rank, len(state.objects), tuple(types), state.aliases, types)
 
 
-def _names(objects: bytes) -> tuple[str, ...]:
-    """Keys at the top of the objects' msgpack; nothing where they are no map."""
+def _decoded(objects: bytes) -> Attached | None:
+    """None where the bytes are of a form that this version does not know."""
     try:
-        decoded = msgspec.msgpack.decode(objects)
+        return decode_objects(objects)
     except msgspec.DecodeError:
-        return ()
-    return tuple(map(str, decoded)) if isinstance(decoded, dict) else ()
+        return None
+
+
+def _environment(checkpoint: Checkpoint) -> dict[str, str]:
+    """The worker's own facts go before the launcher's, whose threads and CPU are another's."""
+    decoded = _decoded(checkpoint.rank_state(0).objects)
+    extra = msgspec.msgpack.decode(decoded.extra) if decoded else None
+    own = extra.get("environment") if isinstance(extra, dict) else None
+    facts = dict(checkpoint.facts)
+    if isinstance(own, dict):
+        facts.pop("isa", None)
+        facts |= {str(name): str(value) for name, value in own.items() if name != "world"}
+    return facts
 
 
 def _lineage(branches: dict[int, Branch], attempt: int) -> tuple[Origin, ...]:
@@ -168,14 +189,20 @@ def _lineage(branches: dict[int, Branch], attempt: int) -> tuple[Origin, ...]:
 
 def _render(shown: Shown, console: Console) -> None:
     console.print(
-        f"[bold]{shown.job}[/] step {shown.step}, attempt {shown.attempt}: {shown.world} ranks, "
-        f"{size(shown.bytes)} in {shown.chunks} chunks ({shown.digest}), {len(shown.packs)} packs"
+        f"[bold]{shown.job}[/] step {shown.step}, attempt {shown.attempt}: "
+        f"{counted(shown.world, 'rank')}, {size(shown.bytes)} in {counted(shown.chunks, 'chunk')} "
+        f"({shown.digest}), {counted(len(shown.packs), 'pack')}"
     )
     for origin in shown.lineage:
-        came = "nothing" if origin.step is None else f"step {origin.step} ({origin.source})"
-        console.print(f"  attempt {origin.attempt} went on from {came} {origin.reason}".rstrip())
+        why = f" ({origin.reason})" if origin.reason else ""
+        came = (
+            f"began at step 0{why}"
+            if origin.step is None
+            else f"went on from step {origin.step} ({origin.source})"
+        )
+        console.print(f"  attempt {origin.attempt} {came}", markup=False)
     for name, value in sorted(shown.environment.items()):
-        console.print(f"  {name}: {value}", markup=False)
+        console.print(f"  {_CALLED.get(name, name)}: {value}", markup=False)
     rows = table("tensor", "dtype", "shape", "owner", "written by", "loaded by", "bytes",
                  right=("bytes",))  # fmt: skip
     for item in shown.tensors:
@@ -186,8 +213,9 @@ def _render(shown: Shown, console: Console) -> None:
         )  # fmt: skip
     console.print(rows)
     for part in shown.objects:
-        names = ", ".join(part.names) or "no names"
-        console.print(f"objects of rank {part.rank}: {size(part.bytes)} ({names})", markup=False)
+        named = (f"{name} ({kind})" for name, kind in part.types.items())
+        names = ", ".join(named) or "nothing that this version can name"
+        console.print(f"objects of rank {part.rank}: {size(part.bytes)}: {names}", markup=False)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from everstep.cli.places import at_option, find_point, job_option, jobs_of, one_job, store_argument
 from everstep.cli.report import json_option, mark, reported, reporter, size
+from everstep.core.events import counted
 from everstep.core.ids import Point
 from everstep.errors import ObjectMissing
 from everstep.store import Job, Store, VerifyReport, open_store
@@ -123,7 +124,7 @@ def _render(result: Verification, console: Console) -> None:
     for item in result.checkpoints:
         console.print(
             f"{mark('ok' if item.ok else 'fail')} {item.job} step {item.step} attempt "
-            f"{item.attempt}: {item.objects} objects, {item.chunks} chunks, "
+            f"{item.attempt}: {counted(item.objects, 'object')}, {counted(item.chunks, 'chunk')}, "
             f"{size(item.bytes_read)} read"
         )
         for problem in (*item.problems, *item.around):

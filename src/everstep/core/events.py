@@ -36,6 +36,11 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     facts: dict[str, object] = {}
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``: for texts of events and commands."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def encode_line(event: Event) -> bytes:
     """One line of JSON, newline included; at most one line whatever the text holds."""
     return msgspec.json.encode(event) + b"\n"

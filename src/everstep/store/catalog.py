@@ -98,7 +98,10 @@ def _info(
         world = max((w for name in named if (w := _world(name))), default=0)
         return CheckpointInfo(point, "incomplete", newest, world, size, proof, on_lineage)
     world, error = _read_manifest(folder, point)
-    return CheckpointInfo(point, "committed", newest, world, size, proof, on_lineage, error)
+    return CheckpointInfo(
+        point, "committed", newest, world, size, proof, on_lineage, error,
+        committed_at=named["manifest"].modified,
+    )  # fmt: skip
 
 
 def _read_manifest(folder: Folder, point: Point) -> tuple[int, str]:

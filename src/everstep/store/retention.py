@@ -19,6 +19,7 @@ CheckpointState = Literal["committed", "tombstoned", "incomplete"]
 class CheckpointInfo(msgspec.Struct, frozen=True):
     """One step folder. ``modified`` is of its newest object (the tombstone's for a tombstoned
     one), in the store's time; ``bytes`` and ``world`` are 0 where they are not known.
+    ``committed_at`` is of the manifest: what damages an object later may make it newer.
     """
 
     point: Point
@@ -29,6 +30,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     verified: Proof | None = None
     on_lineage: bool = False
     error: str = ""
+    committed_at: float | None = None
 
     @property
     def sound(self) -> bool:

@@ -112,7 +112,7 @@ def open_backend(url: str, *, create: bool, clock: Clock) -> Backend:
     except KeyError:
         raise BadStoreUrl(
             f"store URL {url!r} has the scheme {scheme!r}, which no backend serves.",
-            hint=f"Use a path, or one of: {', '.join(f'{s}://' for s in sorted(SCHEMES))}.",
+            hint="Use a path, or file:///absolute/path.",
         ) from None
     module, _, name = target.partition(":")
     opener: Callable[[str, bool, Clock], Backend] = getattr(importlib.import_module(module), name)
