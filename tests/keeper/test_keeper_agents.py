@@ -13,7 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from keeper_fakes import DEADLINE, Agent, Keeper, Place, Worker, closing, train
+
+from everstep.agent.keeper import NodeKeeper
+from everstep.errors import KeeperError
+from everstep.keeper.wire import BeginAttempt
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -108,3 +113,49 @@ def test_memory_goes_to_the_agent_whose_attempt_begins(place: Place) -> None:
         assert ours.poll(DEADLINE)
         assert ours.recv() == (0, 1), "the control page, once its attempt is served"
         process.join(DEADLINE)
+
+
+# -- the agent's own line to its keeper
+
+
+def test_memory_is_handed_to_a_keeper_that_comes_between_two_attempts(place: Place) -> None:
+    """The keeper died, and none could be started before the attempt had ended."""
+    line = NodeKeeper(place.settings(), 0, lambda _: None, listening=False)
+    keepers = [Keeper(place)]
+    try:
+        line.attach()
+        line.begin(BeginAttempt("attempt-1", 1, 0, ((0,),), policy=place.policy))
+        worker = Worker(place, attempt=1)
+        worker.restore()
+        worker.open()
+        train([worker], lambda: place.events("snapshot.complete"), "a snapshot")
+        line.pump()
+        keepers[0].kill()
+        worker.link.close()
+        line.lost()
+        keepers.append(Keeper(place))
+        line.attach()
+        line.begin(BeginAttempt("attempt-2", 2, 0, ((0,),), policy=place.policy))
+        place.await_event("keeper.adopted")
+        again = Worker(place, attempt=2)
+        assert again.ask().source == "memory"
+        again.link.close()
+    finally:
+        line.close()
+        for keeper in keepers:
+            keeper.kill()
+
+
+def test_keeper_that_ends_at_its_start_is_named_with_its_log(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(
+        "everstep.agent.keeper.start_keeper", lambda *_, **__: subprocess.Popen(command)
+    )
+    line = NodeKeeper(place.settings(), 0, lambda _: None, listening=False)
+    line.launch()
+    with pytest.raises(KeeperError, match="exit code 3") as caught:
+        line.attach()
+    assert line.log in str(caught.value)
+    line.close()

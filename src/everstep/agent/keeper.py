@@ -111,11 +111,15 @@ class NodeKeeper:
         self._process = start_keeper(self._settings, self._index, listen_fd=fd)
 
     def attach(self) -> bool:
-        """Connect to it. True where it was there before this agent: adopted."""
-        self._link = connect(self.name, timeout=CONNECT_SECONDS)
+        """Connect to it, and give it the memory that is held here, which a keeper before it has
+        left. True where it was there before this agent: adopted."""
+        self._link = connect(
+            self.name, timeout=CONNECT_SECONDS, started=self._process, log=self.log
+        )
         answer = self._ask(Hello("agent", os.getpid()), Welcome, CONNECT_SECONDS)
         self.pid = answer.pid
         self._pidfd = os.pidfd_open(self.pid)
+        self._hand_memory()
         return self._process is None or self._process.pid != self.pid
 
     def begin(self, begin: BeginAttempt) -> AttemptBegun:
@@ -153,7 +157,7 @@ class NodeKeeper:
         try:
             self.launch()
             self.attach()
-            self._hand_over()
+            self._begin_again()
         except (EverstepError, OSError):
             self._drop()
             return False
@@ -177,15 +181,17 @@ class NodeKeeper:
         if self._listener is not None:
             self._listener.close()
 
-    def _hand_over(self) -> None:
-        assert self._link is not None
+    def _hand_memory(self) -> None:
+        assert self._link is not None, "handed over before the connection"
         names = list(self._held)
         for at in range(0, len(names), MAX_DESCRIPTORS):
             part = tuple(names[at : at + MAX_DESCRIPTORS])
             self._link.send(AdoptSlots(part), tuple(self._held[name] for name in part))
+
+    def _begin_again(self) -> None:
         if self._begun is not None:
             self._ask(self._begun, AttemptBegun, BEGIN_SECONDS)
-        if self._workers is not None:
+        if self._workers is not None and self._link is not None:
             self._link.send(self._workers)
 
     def _ask(self, question: Message, kind: type[Answer], timeout: float) -> Answer:
@@ -202,7 +208,7 @@ class NodeKeeper:
             self._take(message, fds)
 
     def _say(self, message: Message) -> None:
-        # A keeper that is gone is seen through its pidfd and gets this again in _hand_over.
+        # A keeper that is gone is seen through its pidfd and gets this again in recover().
         if self._link is not None:
             with contextlib.suppress(KeeperError):
                 self._link.send(message)

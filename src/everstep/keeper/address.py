@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
 import time
 
 import xxhash
@@ -39,21 +40,30 @@ def keeper_of(settings: Settings) -> str:
     return settings.keeper or keeper_name(settings.store, settings.job, settings.node)
 
 
-def connect(name: str, *, timeout: float) -> Link:
-    """A link to the keeper of that name, tried until ``timeout`` s have passed.
+def connect(
+    name: str,
+    *,
+    timeout: float,
+    started: subprocess.Popen[bytes] | None = None,
+    log: str = "",
+) -> Link:
+    """A link to the keeper of that name, tried until ``timeout`` s have passed. ``started`` is
+    the process that is to become that keeper, ``log`` where it writes.
 
-    Raises :class:`KeeperError` where none answers, or where another user's process does.
+    Raises :class:`KeeperError` where none answers, where ``started`` ends at its start, or where
+    another user's process answers.
     """
+    where = f"Its log is {log}." if log else "Its log is named at the start of the run."
     deadline = time.monotonic() + timeout
     while True:
         link = try_connect(name)
         if link is not None:
             return link
         if time.monotonic() >= deadline:
-            raise KeeperError(
-                f"no keeper answers at @{name} after {timeout:g} s.",
-                hint="Its log is named at the start of the run.",
-            )
+            raise KeeperError(f"no keeper answers at @{name} after {timeout:g} s.", hint=where)
+        code = started.poll() if started is not None else None
+        if code:  # one that finds the name taken ends with 0
+            raise KeeperError(f"the keeper ended with exit code {code} at its start.", hint=where)
         time.sleep(0.01)  # an abstract socket gives nothing to wait on before it exists
 
 
