@@ -27,6 +27,8 @@ from everstep.keeper.wire import Fatal, Report
 
 EVIDENCE_SECONDS = 0.3
 """After a worker failed by itself: what the others say of it in this time is kept."""
+KEEPER_SECONDS = 5.0
+"""Between two tries to bring a keeper back."""
 PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
 
@@ -99,6 +101,7 @@ class Watch:
         self._unreachable = ""
         self._next_look = 0.0
         self._next_keeper = math.inf
+        self._told_keeper = False
         self._stopped_by: int | None = None
         self._members_changed = False
 
@@ -212,18 +215,21 @@ class Watch:
     def _bring_back(self, now: float) -> None:
         if self._keeper.recover():
             self._next_keeper = math.inf
+            self._told_keeper = False
             self._record.say(
                 "keeper.started", f"a new keeper (pid {self._keeper.pid}) took over its memory",
                 pid=self._keeper.pid, adopted=False,
             )  # fmt: skip
             return
-        self._next_keeper = now + 5.0
-        self._record.say(
-            "keeper.unreachable",
-            f"no keeper could be started: training goes on, nothing is saved. See "
-            f"{self._keeper.log}",
-            level="error",
-        )
+        self._next_keeper = now + KEEPER_SECONDS
+        if not self._told_keeper:
+            self._told_keeper = True
+            self._record.say(
+                "keeper.unreachable",
+                f"no keeper could be started: training goes on, nothing is saved. It is tried "
+                f"again every {KEEPER_SECONDS:g} s; see {self._keeper.log}",
+                level="error",
+            )
 
     def _look_at_nodes(self, now: float) -> None:
         if self._round.nodes == 1 and self._meeting.alone:
