@@ -46,7 +46,7 @@ def test_a_store_that_cannot_be_read_is_not_called_new(start: Start, tmp_path: P
     store.mkdir()
     (store / "everstep.json").write_text("damaged")
     agent = start(script="raise SystemExit(0)")
-    assert agent.wait() == exits.FAILED, agent.said()
+    assert agent.wait() == exits.NO_STORE, agent.said()
     assert "EVS-206" in agent.said()
     assert "a new job" not in agent.said()
     assert "Traceback" not in agent.said()

@@ -47,6 +47,7 @@ from everstep.errors import (
     KeeperError,
     NoRecoveryPoint,
     RestoreError,
+    StoreError,
 )
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
@@ -399,7 +400,9 @@ def exit_code_of(error: EverstepError) -> int:
         return exits.NO_RECOVERY_POINT
     if isinstance(error, RestoreError):
         return exits.REFUSED
-    return exits.USAGE if error.blame == "user" else exits.FAILED
+    if error.blame == "user":
+        return exits.USAGE
+    return exits.NO_STORE if isinstance(error, StoreError) else exits.FAILED
 
 
 def _environment() -> dict[str, str]:

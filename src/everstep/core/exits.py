@@ -8,6 +8,7 @@ from __future__ import annotations
 FINISHED = 0
 FAILED = 1
 USAGE = 2
+NO_STORE = 74
 PREEMPTED = 75
 NOT_DURABLE = 76
 NO_RECOVERY_POINT = 77
@@ -20,6 +21,8 @@ MEANING: dict[int, str] = {
     FINISHED: "the job reached its last step, and its last checkpoint is committed",
     FAILED: "a worker failed and no restart was left, or --max-restarts was reached",
     USAGE: "bad arguments or settings",
+    NO_STORE: "the store cannot be read or written (EVS-2xx), so no attempt could be started; "
+    "start the job again when it can",
     PREEMPTED: "stopped by SIGTERM after a cut; start the job again and it goes on",
     NOT_DURABLE: "all steps ran, but the last checkpoint could not be committed in time; "
     "the keeper holds it and goes on trying",

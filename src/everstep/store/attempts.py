@@ -177,7 +177,7 @@ def _check_branch(folder: Folder, attempt: int, record: BranchRecord) -> None:
     if (record.job, record.attempt) != (folder.job, attempt) or not earlier:
         raise CorruptObject(
             f"{folder.key(keys.branch(attempt))} tells of attempt {record.attempt} of job "
-            f"{record.job}, restored {record.restored} (S3).",
+            f"{record.job}, restored {record.restored}.",
             hint="It was moved or damaged; put it back from a copy.",
         )
 

@@ -145,4 +145,4 @@ def _refused(folder: Folder, point: Point, why: str) -> CommitRefused:
 
 
 def _other_manifest(folder: Folder, point: Point) -> CommitRefused:
-    return _refused(folder, point, "its manifest exists with other bytes (S1)")
+    return _refused(folder, point, "its manifest exists with other bytes")

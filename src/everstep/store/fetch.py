@@ -104,6 +104,6 @@ def _verify(piece: Piece, raw: memoryview, digest: Digest) -> None:
     if digest(raw) != piece.chunk.digest:
         raise CorruptObject(
             f"{piece.pack} at byte {piece.chunk.offset} ({piece.chunk.stored_length} bytes of "
-            f"{piece.fqn}) does not match its digest (S3).",
+            f"{piece.fqn}) does not match its digest.",
             hint="The checkpoint is kept; another one has to be used.",
         )

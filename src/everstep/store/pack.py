@@ -111,7 +111,7 @@ def check_gaps(snapshot: Snapshot) -> None:
         if snapshot.payload[start:end].tobytes().strip(b"\0"):
             raise CorruptObject(
                 f"the snapshot of step {snapshot.step} of rank {snapshot.layout.rank} has bytes "
-                f"between its extents at {start} to {end}, which must be zero (S3).",
+                f"between its extents at {start} to {end}, which must be zero.",
                 hint="Its memory was overwritten: drop this snapshot and take a new one.",
             )
 

@@ -330,5 +330,5 @@ def _decode_state(data: bytearray, index: Index, key: str) -> RankState:
 
 def _corrupt(key: str, what: str) -> CorruptObject:
     return CorruptObject(
-        f"{key} has {what} (S3).", hint="The checkpoint is kept; another one has to be used."
+        f"{key} has {what}.", hint="The checkpoint is kept; another one has to be used."
     )

@@ -276,4 +276,4 @@ def _open_frame(data: bytes, bound: int, key: str) -> tuple[bytes, int, memoryvi
 
 
 def _corrupt(key: str, what: str) -> CorruptObject:
-    return CorruptObject(f"{key} {what} (S3).", hint="It is kept; another one has to be used.")
+    return CorruptObject(f"{key} {what}.", hint="It is kept; another one has to be used.")

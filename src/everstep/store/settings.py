@@ -104,6 +104,6 @@ def create(backend: Backend, wanted: Settings) -> Settings:
 
 def _corrupt(url: str, what: str) -> CorruptObject:
     return CorruptObject(
-        f"{keys.SETTINGS} of the store {url} {what} (S3).",
+        f"{keys.SETTINGS} of the store {url} {what}.",
         hint="Put the file back from a copy; the checkpoints themselves are untouched.",
     )

@@ -161,7 +161,7 @@ def _check_footer(footer: Footer, index: Index, number: int, key: str) -> None:
     )
     if found != wanted:
         raise CorruptObject(
-            f"the footer of {key} differs from its index (S3).",
+            f"the footer of {key} differs from its index.",
             hint="The checkpoint is kept; another one has to be used.",
         )
 
@@ -185,7 +185,7 @@ def _walk_bytes(folder: Folder, index: Index, number: int, end: int, tally: _Tal
         if digest(data) != chunk.digest:
             tally.problems.append(
                 f"{key} at byte {chunk.offset} ({chunk.stored_length} bytes) does not match its "
-                "digest (S3)."
+                "digest."
             )
         tally.chunks += 1
         at = max(at, chunk.offset + chunk.stored_length)
@@ -201,7 +201,7 @@ def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _check_zero(folder: Folder, key: str, start: int, stop: int) -> None:
     if folder.backend.get(key, start, stop - start).strip(b"\0"):
-        raise CorruptObject(f"{key} has padding that is not zero at {start} to {stop} (S3).")
+        raise CorruptObject(f"{key} has padding that is not zero at {start} to {stop}.")
 
 
 def _walk_surroundings(folder: Folder, tally: _Tally) -> None:
@@ -231,7 +231,7 @@ def _check_settings(folder: Folder) -> None:
     found = settings.read(folder.backend)
     if found != folder.settings:
         raise CorruptObject(
-            f"{keys.SETTINGS} changed since the store was opened (S3).",
+            f"{keys.SETTINGS} changed since the store was opened.",
             hint="Put it back from a copy.",
         )
 

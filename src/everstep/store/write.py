@@ -120,7 +120,7 @@ def _decode_state(snapshot: Snapshot) -> RankState:
     except msgspec.DecodeError as error:
         raise CorruptObject(
             f"the state of rank {snapshot.layout.rank} at step {snapshot.step} does not decode: "
-            f"{error} (S3).",
+            f"{error}.",
             hint="Its memory was overwritten: drop this snapshot and take a new one.",
         ) from error
     if state.step != snapshot.step:
@@ -138,12 +138,12 @@ def _check_own(index: Index, folder: Folder) -> None:
 def _check_allowed(folder: Folder, point: Point) -> None:
     if not folder.exists(keys.branch(point.attempt)):
         raise CommitRefused(
-            f"attempt {point.attempt} of job {folder.job} has no branch yet (S6).",
+            f"attempt {point.attempt} of job {folder.job} has no branch yet.",
             hint="Write the branch, then the checkpoint.",
         )
     if folder.exists(keys.tombstone(point)):
         raise CommitRefused(
-            f"step {point.step} of attempt {point.attempt} is being deleted (S2).",
+            f"step {point.step} of attempt {point.attempt} is being deleted.",
             hint="A later step will be written.",
         )
 
@@ -164,6 +164,6 @@ def _content(index: Index) -> Index:
 
 def _conflict(folder: Folder, key: str) -> CommitRefused:
     return CommitRefused(
-        f"{folder.key(key)} exists with other content (S2).",
+        f"{folder.key(key)} exists with other content.",
         hint="Two writers took this step under one attempt; the first one's stands.",
     )
