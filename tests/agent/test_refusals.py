@@ -40,6 +40,29 @@ main()
 """
 
 
+MISMATCH = """
+import everstep, os, torch
+size = 2 if os.environ["EVERSTEP_ATTEMPT"] == "1" else 3
+run = everstep.attach(model=torch.nn.Linear(2, size))
+for step in run.steps(until=4):
+    pass
+"""
+
+
+def test_a_state_that_does_not_fit_is_said_once(start: Start) -> None:
+    """The keeper, the event and the workers all know of it."""
+    assert start("--nproc-per-node", "2", script=MISMATCH).wait() == exits.FINISHED
+    agent = start("--nproc-per-node", "2", script=MISMATCH)
+    assert agent.wait() == exits.REFUSED, agent.said()
+    assert agent.said().count("EVS-403") == 1, agent.said()
+    assert agent.said().count("script.py") == 1, agent.said()
+    assert "/everstep/train/" not in agent.said(), "how everstep came to it does not help"
+    again = start("--nproc-per-node", "1", script=MISMATCH)
+    assert again.wait() == exits.REFUSED, again.said()
+    assert again.said().count("EVS-402") == 1, again.said()
+    assert again.said().count("this run has 1") == 1
+
+
 @pytest.mark.parametrize(
     ("script", "says"),
     [
@@ -58,6 +81,7 @@ def test_an_error_of_the_user_is_not_retried_and_said_once(
     assert agent.said().count(says) == 1, agent.said()
     assert agent.said().count("Traceback") == 1
     assert "script.py" in agent.said(), "the line of the script is shown"
+    assert "<string>" not in agent.said()
     assert "Root Cause" not in agent.said()
     assert "warning" not in agent.said()
     (stopped,) = agent.events("job.stopped")
@@ -122,6 +146,7 @@ def test_the_error_file_has_the_form_of_torchs(tmp_path: Path) -> None:
         raise UsageError("bad")
     except UsageError as error:
         kept = error
+    path.write_text("what @record wrote")
     with pytest.raises(SystemExit):
         hook(sys.excepthook, {"TORCHELASTIC_ERROR_FILE": str(path)})(UsageError, kept, None)
     told = json.loads(path.read_text())["message"]

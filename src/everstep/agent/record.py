@@ -19,6 +19,9 @@ _SHOWN_KINDS = frozenset(
 )
 """Kinds of the keeper's and the workers' events that a person is told, besides warnings."""
 
+_TOLD_AT_THE_END = frozenset({"job.fatal", "restore.refused"})
+"""Kinds of errors that a worker ends with: shown then, once, with the worker's own words."""
+
 
 class Recorder:
     """``path`` is the file of ``--events`` (empty: none). ``attempt`` and ``node`` are written
@@ -60,7 +63,8 @@ class Recorder:
     def relay(self, event: Event) -> None:
         """Show an event that the keeper has recorded already, where people want to know it."""
         told = event.kind in _SHOWN_KINDS and not event.rank  # of what all ranks say, rank 0's
-        if told or event.level in ("warning", "error"):
+        wrong = event.level in ("warning", "error") and event.kind not in _TOLD_AT_THE_END
+        if told or wrong:
             self._show(event)
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ error ends the worker with a final code, and its traceback goes into the error f
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -19,12 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from everstep import errors
 from everstep.core import exits
 from everstep.core.settings import variable
 from everstep.errors import EverstepError, NoRecoveryPoint
-
-_PACKAGE = str(Path(errors.__file__).parent) + os.sep
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -41,8 +37,10 @@ def hook(before: Hook, environment: Mapping[str, str]) -> Hook:
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = final_code(error)
+        if code is not None or isinstance(error, KeyboardInterrupt):
+            _cut_to_the_script(error, trace)
         if code is None:
-            before(kind, error, _of_the_script(error, trace))
+            before(kind, error, trace)
             return
         if not _recorded(error, environment.get("TORCHELASTIC_ERROR_FILE", "")):
             before(kind, error, trace)
@@ -60,25 +58,23 @@ def final_code(error: BaseException) -> int | None:
     return None
 
 
-def _of_the_script(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """The trace, of Ctrl-C only down to the call of everstep: where it waited says nothing."""
-    if isinstance(error, KeyboardInterrupt):
-        error.__suppress_context__ = True
-        at = trace
-        while at is not None and at.tb_next is not None:
-            if at.tb_next.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-                at.tb_next = None
-            at = at.tb_next
-    return trace
+def _cut_to_the_script(error: BaseException, trace: TracebackType | None) -> None:
+    """Leave of the trace what leads to the call of everstep: of an error of the user the line of
+    the script tells, and of Ctrl-C where everstep waited tells nothing."""
+    error.__cause__, error.__suppress_context__ = None, True
+    at = trace
+    while at is not None and at.tb_next is not None:
+        if str(at.tb_next.tb_frame.f_globals.get("__name__")).startswith("everstep."):
+            at.tb_next = None
+        at = at.tb_next
 
 
 def _recorded(error: BaseException, path: str) -> bool:
-    """Whether the error file holds ``error`` now, where the agent reads it. Its form is torch's;
-    torch's own writer knows only an exception that is being handled, and here none is any more."""
+    """Whether the error file holds ``error`` now, where the agent reads it; what @record wrote on
+    the way here is replaced. Its form is torch's, whose own writer knows only an exception that is
+    being handled, and here none is any more."""
     if not path:
         return False
-    if os.path.isfile(path):
-        return True  # @record has written it on the way here
     told = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
