@@ -498,7 +498,7 @@ def test_the_users_objects_hear_of_a_state_only_after_the_vote(rank: Rank) -> No
     assert log[0].startswith("vote False rank 0: EVS-206: this node's memory holds no snapshot")
     assert log[1:] == ["vote True", "load_state_dict"]
     assert torch.equal(bag.tensors["a"], torch.arange(5.0))
-    assert coordinator.said == ["restore.candidate_failed", "train.restored"]
+    assert coordinator.said == ["restore.candidate_failed", "train.started", "train.restored"]
     assert not restore.durable
 
 

@@ -35,6 +35,7 @@ KNOWN = (
     "keeper.persist.after_index",
     "keeper.persist.before_claim_check",
     "keeper.persist.before_pack",
+    "keeper.promise.before_claim",
     "keeper.read.before_list",
     "keeper.restore.before_check",
     "keeper.retain.before_plan",
