@@ -126,7 +126,7 @@ class Agent:
     def _prepare(self) -> tuple[Round, Plan]:
         """Everything up to the start of the workers: meet, claim (S6), begin at the keeper."""
         alone = self._meeting.alone
-        attempt = self._owner.claim() if alone else 0  # before a keeper is started for nothing
+        attempt = self._claim_alone() if alone else 0  # before a keeper is started for nothing
         self._record.attempt = attempt or self._record.attempt
         if not self._keeper.attached:
             self._keeper.launch()
@@ -134,6 +134,11 @@ class Agent:
         if round_.leads:
             return round_, self._lead(round_, attempt)
         return round_, self._follow(round_)
+
+    def _claim_alone(self) -> int:
+        """S6: the owner may go on from memory while the store is away. Several nodes wait for it:
+        whether each still holds its part only their keepers know."""
+        return self._owner.claim(promise=self._expected and self._keeper.holds_memory)
 
     def _meet(self) -> Round:
         if self._same_nodes:
@@ -239,6 +244,7 @@ class Agent:
             policy=Policy(settings.snapshot_every, settings.checkpoint_every),
             keep_last=settings.keep_last,
             agent=plan.claimant,
+            claimed=self._owner.claimed,
             environment=_environment(),
         )
 

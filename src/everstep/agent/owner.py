@@ -6,6 +6,7 @@ stop the job (the loop does, when :attr:`Owner.lost` says why). Called by: the l
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
@@ -18,6 +19,8 @@ from everstep.keeper.identity import host_name, identity_of, is_alive
 from everstep.store import RENEW_SECONDS, Job, OwnerIdentity, open_store
 
 RETRY_SECONDS = 1.0
+PROMISE_SECONDS = 5.0
+"""For the store to take a claim before a job that has its state in memory goes on without it."""
 
 
 class Owner:
@@ -29,7 +32,7 @@ class Owner:
         self._record = record
         self._identity = identity(settings.job)
         self._job: Job | None = None
-        self._attempt = 0
+        self._attempt = self._claimed = 0
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._event = os.eventfd(0, os.EFD_CLOEXEC)
@@ -43,27 +46,35 @@ class Owner:
         """The id under which this agent claims."""
         return self._identity.agent
 
-    def claim(self, *, patience: float = 0.0) -> int:
+    @property
+    def claimed(self) -> bool:
+        """Whether the store has taken the claim of the attempt at hand, as far as is known here."""
+        return self._attempt == self._claimed
+
+    def claim(self, *, patience: float = 0.0, promise: bool = False) -> int:
         """Allocate the next attempt's number. Raises :class:`JobOwned` where another live agent
         runs the job, :class:`StoreError` where the store cannot be used at the first claim.
         ``patience`` is how many seconds to wait for an owner to let go: the leader before this
         one, whose node was lost.
 
         Later the store may be away for a while: then this waits for it, because nothing of an
-        attempt may be written before its claim.
+        attempt may be written before its claim. With ``promise`` it waits ``PROMISE_SECONDS`` and
+        gives the number that comes next, not :attr:`claimed`: the keeper claims it before it
+        writes anything of it, or is refused where a stranger has it (S6).
         """
         if self._job is None:
             job = _open(self._settings)
             self._acquire(job, time.monotonic() + patience)
             self._job = job
-            self._attempt = job.claim(self._identity)
+            self._attempt = self._claimed = job.claim(self._identity)
         else:
-            self._attempt = self._claim_again(self._job)
+            self._attempt = self._claim_again(self._job, promise=promise)
         self._record.attempt = self._attempt
-        self._record.say(
-            "job.claimed", f"attempt {self._attempt} claimed", level="debug",
-            agent=self._identity.agent,
-        )  # fmt: skip
+        if self.claimed:
+            self._record.say(
+                "job.claimed", f"attempt {self._attempt} claimed", level="debug",
+                agent=self._identity.agent,
+            )  # fmt: skip
         self._begin_renewing(self._job)
         return self._attempt
 
@@ -93,22 +104,36 @@ class Owner:
             else:
                 return
 
-    def _claim_again(self, job: Job) -> int:
+    def _claim_again(self, job: Job, *, promise: bool) -> int:
         told = False
+        deadline = time.monotonic() + (PROMISE_SECONDS if promise else math.inf)
         while True:
             try:
                 job.renew_owner(self._identity, attempt=self._attempt)
-                job.check_claim(self._attempt, agents=(self._identity.agent,))
-                return job.claim(self._identity)
+                job.check_claim(self._claimed, agents=(self._identity.agent,))
+                return self._claim_above(job, self._attempt)
             except CommitRefused as fenced:
                 raise JobOwned(fenced.what, hint=fenced.hint) from fenced
             except StoreError as error:
                 if not error.retryable:
                     raise
-                if not told:
+                if time.monotonic() >= deadline:
+                    self._say_unreachable(error, "the job goes on from memory without it")
+                    return self._attempt + 1
+                if not told and not promise:
                     self._say_unreachable(error, "the restart waits for it")
                 told = True
             time.sleep(RETRY_SECONDS)
+
+    def _claim_above(self, job: Job, attempt: int) -> int:
+        """Claim a number above ``attempt``; those that were promised are claimed on the way."""
+        number = job.claim(self._identity)
+        while number <= attempt:
+            number = job.claim(self._identity)
+        # A stranger may have claimed one of those that were promised, between two looks.
+        job.check_claim(self._claimed, agents=(self._identity.agent,))
+        self._claimed = number
+        return number
 
     def _begin_renewing(self, job: Job) -> None:
         if self._thread is None:
@@ -129,7 +154,7 @@ class Owner:
         while not self._closing.wait(RENEW_SECONDS):
             try:
                 job.renew_owner(self._identity, attempt=self._attempt)
-                job.check_claim(self._attempt, agents=(self._identity.agent,))
+                job.check_claim(self._claimed, agents=(self._identity.agent,))
             except (JobOwned, CommitRefused) as fenced:
                 self.lost = str(fenced)
                 os.eventfd_write(self._event, 1)

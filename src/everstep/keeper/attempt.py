@@ -20,7 +20,14 @@ from everstep.keeper.background import Background
 from everstep.keeper.connection import Connection
 from everstep.keeper.coordinate import Coordinator
 from everstep.keeper.facts import AnyFact
-from everstep.keeper.identity import Process, end_processes, may_run, process_of
+from everstep.keeper.identity import (
+    Process,
+    end_processes,
+    host_name,
+    identity_of,
+    may_run,
+    process_of,
+)
 from everstep.keeper.journal import Journal
 from everstep.keeper.lead import Lead
 from everstep.keeper.node import Node
@@ -29,6 +36,7 @@ from everstep.keeper.parted import Parted
 from everstep.keeper.storing import Storing
 from everstep.keeper.uplink import Uplink
 from everstep.keeper.wire import AnyMessage, AttemptBegun, BeginAttempt, Goodbye, Refused, Welcome
+from everstep.store import OwnerIdentity
 
 END_SECONDS = 5.0
 """For killed processes of an earlier start to be gone: one that waits for a device is slow."""
@@ -163,6 +171,7 @@ class Attempt:
         if message.launch != self._node.launch or message.attempt not in (0, self._node.attempt):
             return False
         if connection.hello.role == "agent":
+            self._check_promise(connection, message)
             return True
         if connection.process == self._begun_by.process:
             return bool(message.attempt) or not self._node.is_new_life(connection)
@@ -173,6 +182,18 @@ class Attempt:
                 hint="A process that was forked from a worker cannot take part in its run.",
             )
         return False
+
+    def _check_promise(self, connection: Connection, message: BeginAttempt) -> None:
+        """An agent died after it had promised an attempt, and the next one was given its number
+        by the store. The claim is as good as the first one's; the attempt has been lived."""
+        another = connection.process != self._begun_by.process
+        if another and message.attempt in self._node.promised:
+            self._node.agents.add(message.agent)
+            raise JobOwned(
+                f"attempt {message.attempt} was lived through already, by an agent that died "
+                "before it could claim it.",
+                hint="Start the job again: it takes the next number and goes on from memory.",
+            )
 
     def _prepare(self, connection: Connection, message: BeginAttempt) -> None:
         """What must be true before the attempt may begin here: it is claimed, or node 0 says so."""
@@ -256,7 +277,8 @@ class Attempt:
         several = len(message.ranks_of_node) > 1
         if self._owner.agent:
             message = msgspec.structs.replace(message, agent=self._owner.agent)
-        self._node.begin(message, attempt)
+        self._storing.exists = self._storing.exists or attempt > 1
+        self._node.begin(message, attempt, promised_by=self._promised_by(message))
         port = self._listen() if several and message.node == 0 else 0
         self._token = message.token or (secrets.token_hex(16) if port else "")
         self._begun = AttemptBegun(attempt, port, self._token)
@@ -268,6 +290,15 @@ class Attempt:
         waiting, self._lobby = self._lobby, []
         for connection in waiting:
             self._greet_at_last(connection)
+
+    def _promised_by(self, message: BeginAttempt) -> OwnerIdentity | None:
+        if message.claimed:
+            return None
+        pid = self._begun_by.process.pid
+        try:
+            return identity_of(pid, message.agent)
+        except ProcessLookupError:  # it has died: its claim is a promise nevertheless
+            return OwnerIdentity(message.agent, host_name(), "", pid, 0)
 
     def _obey_agents(self, connections: list[Connection]) -> None:
         for connection in connections:

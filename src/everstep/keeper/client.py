@@ -412,10 +412,11 @@ class WorkerLink:
                 f"the keeper answers at @{self._name}, but did not begin the attempt in time.",
                 hint=f"{slow} {self._log}",
             )
-        if refused is not None:
+        if refused is not None and self.crashes:
             return refused
+        last = f" The last one: {refused.what}" if refused is not None else ""
         who = "" if self._begin is not None else " Local rank 0 starts it where no agent runs."
-        return KeeperError(f"no keeper answers at @{self._name}.", hint=self._log + who)
+        return KeeperError(f"no keeper answers at @{self._name}.{last}", hint=self._log + who)
 
     def _step_back(self, now: float) -> bool:
         if self._pending is None and not self._dial(now):

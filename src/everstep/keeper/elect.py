@@ -29,6 +29,8 @@ from everstep.keeper.wire import SlotName, WentOn
 from everstep.store.lineage import on_lineage
 
 STORE_RETRIES = 5
+MEMORY_RETRIES = 1
+"""The same where a snapshot is complete in memory: the store is hardly ever ahead of it."""
 STORE_RETRY_SECONDS = 1.0
 BRANCH_RETRIES = 3
 BRANCH_RETRY_SECONDS = 0.5
@@ -107,7 +109,8 @@ class Election:
     def store_read(self, fact: StoreRead) -> None:
         if fact.attempt != self.at.attempt:
             return
-        if fact.error and self.read_failures < STORE_RETRIES:
+        held = self.at.table.newest() is not None
+        if fact.error and self.read_failures < (MEMORY_RETRIES if held else STORE_RETRIES):
             self.read_failures += 1
             self.read_at = self.at.now + STORE_RETRY_SECONDS
             return

@@ -94,24 +94,28 @@ class Lead:
 
     def _write_branch(self, command: commands.WriteBranch) -> None:
         about = dict(self._node.environment)
-        attempt = command.attempt
+        attempt, agents = command.attempt, frozenset(self._node.agents)
+        promised_by = self._node.promised.get(attempt)
 
         def failed(error: EverstepError) -> None:
             self._tell(
                 facts.BranchWritten(attempt, error.what, error.code, retryable=error.retryable)
             )
 
+        def work() -> None:
+            if promised_by is not None:
+                self._storing.keep_promise(attempt, promised_by, agents)
+            self._storing.write_branch(attempt, command.point, command.source, command.world, about)
+
         self._background.submit(
             "store",
-            lambda: self._storing.write_branch(
-                attempt, command.point, command.source, command.world, about
-            ),
+            work,
             lambda _: self._tell(facts.BranchWritten(attempt)),
             failed,
         )
 
     def _commit(self, command: commands.Commit) -> None:
-        allowed, agents = self._node.attempt, frozenset(self._node.agents)
+        allowed, agents = self._node.allowed, frozenset(self._node.agents)
         point = command.point
 
         def failed(error: EverstepError) -> None:

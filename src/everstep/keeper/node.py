@@ -52,6 +52,7 @@ from everstep.keeper.wire import (
     Welcome,
     WentOn,
 )
+from everstep.store import OwnerIdentity
 
 
 class Node:
@@ -91,13 +92,25 @@ class Node:
         self.world = 0
         self.ranks: tuple[int, ...] = ()
         self.agents: set[str] = set()
+        self.promised: dict[int, OwnerIdentity] = {}
         self.environment: dict[str, str] = {}
         self.keep_last = 3
 
     # -- the attempt
 
-    def begin(self, begin: BeginAttempt, attempt: int) -> None:
-        """Serve ``attempt`` from now on; an adopted page of this very attempt goes on."""
+    @property
+    def allowed(self) -> int:
+        """The highest attempt that this node serves by a claim of which it needs no proof: what
+        stands above it in the store must be of :attr:`agents`, or nothing is written."""
+        return min(self.promised) - 1 if self.promised else self.attempt
+
+    def begin(
+        self, begin: BeginAttempt, attempt: int, *, promised_by: OwnerIdentity | None = None
+    ) -> None:
+        """Serve ``attempt`` from now on; an adopted page of this very attempt goes on.
+        ``promised_by``: the agent whose claim of it the store does not have yet."""
+        if promised_by is not None:
+            self.promised[attempt] = promised_by
         self._page.clear_cut()  # a worker of an earlier attempt may still read the old page
         if attempt == self.attempt:
             self._page.forget_election(attempt)  # another start under the same number
@@ -318,7 +331,7 @@ class Node:
             case commands.Digest():
                 self._work.digest(command)
             case commands.Persist():
-                about = Writer(self.attempt, frozenset(self.agents), dict(self.environment))
+                about = Writer(self.allowed, frozenset(self.agents), dict(self.environment))
                 self._work.persist(command, about)
             case commands.CheckMemory():
                 self._work.check(command)

@@ -17,11 +17,22 @@ from everstep.keeper.facts import Candidate, StoreRead
 from everstep.keeper.holdings import known_digests
 from everstep.keeper.identity import is_alive
 from everstep.keeper.slot import Slot
-from everstep.store import DEFAULT_CHUNK_BYTES, Branch, Job, OwnerIdentity, Retention, open_store
+from everstep.store import (
+    DEFAULT_CHUNK_BYTES,
+    Branch,
+    Job,
+    OwnerIdentity,
+    Retention,
+    Store,
+    open_store,
+)
 
 
 class Storing:
-    """One job of one store, opened when it is first needed. Safe to use from several threads."""
+    """One job of one store, opened when it is first needed. Safe to use from several threads.
+
+    ``exists`` says that the job has been here before: a store that is missing then is one that is
+    not mounted, and is not made anew in its place (R5)."""
 
     def __init__(self, url: str, job: str) -> None:
         self._url = url
@@ -29,15 +40,27 @@ class Storing:
         self._lock = threading.Lock()
         self._job: Job | None = None
         self._same_digest = False
+        self.exists = False
 
     def job(self) -> Job:
         """Raises :class:`StoreError` where the store cannot be reached or made."""
         with self._lock:
             if self._job is None:
-                store = open_store(self._url, create=True)
+                store = self._open()
                 self._same_digest = store.settings.digest == "xxh3-128"
                 self._job = store.job(self._name)
             return self._job
+
+    def _open(self) -> Store:
+        if not self.exists:
+            return open_store(self._url, create=True)
+        try:
+            return open_store(self._url)
+        except ObjectMissing as missing:
+            raise StoreError(
+                f"the store of job {self._name} has gone: {missing.what}",
+                hint="Mount it again. Until then what is made is kept in memory.",
+            ) from missing
 
     @property
     def chunk_bytes(self) -> int:
@@ -52,6 +75,8 @@ class Storing:
         reach("keeper.read.before_list")
         job = self.job()
         branches = dict(job.branches())
+        if self.exists and not branches:
+            self._open()  # an empty folder in its place is no job that begins
         branch = branches.get(attempt)
         damaged: list[str] = []
         candidates = _openable(job, damaged)
@@ -65,6 +90,18 @@ class Storing:
             branches={number: one.restored for number, one in branches.items()},
             damaged=tuple(damaged),
         )
+
+    def keep_promise(self, attempt: int, identity: OwnerIdentity, agents: Collection[str]) -> None:
+        """Claim ``attempt``, which an agent has promised while the store was away (S6).
+
+        Raises :class:`Superseded` where a stranger has claimed it or a later one.
+        """
+        job = self.job()
+        self._check_claim(job, attempt - 1, agents)
+        while job.highest_claim() < attempt:
+            reach("keeper.promise.before_claim")
+            job.claim(identity)
+        self._check_claim(job, attempt - 1, agents)
 
     def write_branch(
         self, attempt: int, point: Point | None, source: str, world: int, facts: dict[str, str]

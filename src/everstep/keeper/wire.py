@@ -97,7 +97,8 @@ class BeginAttempt(Message, frozen=True):
     is expected, ``resume == "never"`` does not begin anew a second time. ``again`` says that
     another launcher (torchrun) restarts the job: what the keeper knows of the start before decides
     whether a snapshot is expected. ``agent`` is the id with which the agent claims: its later
-    claims are no stranger's.
+    claims are no stranger's. ``claimed`` is false where the store was away: the agent has promised
+    the number, and the keeper claims it before it writes anything of the attempt (S6).
     """
 
     launch: str
@@ -113,6 +114,7 @@ class BeginAttempt(Message, frozen=True):
     keep_last: int = 3
     environment: dict[str, str] = {}
     agent: str = ""
+    claimed: bool = True
 
 
 class AttemptBegun(Message, frozen=True):

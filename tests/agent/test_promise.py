@@ -1,0 +1,40 @@
+"""S6: the owner restarts from memory while the store is away, and claims before it writes again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from forked import Start
+from test_attached import FORKED, SCRIPT, steps
+
+from everstep.agent import owner
+from everstep.core import exits
+from everstep.store import open_store
+
+BODY = """
+    import shutil
+    attempt = os.environ["EVERSTEP_ATTEMPT"]
+    if (attempt, step) == ("1", 10):
+        os.rename("everstep-store", "elsewhere")
+        os.mkdir("everstep-store")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (attempt, step) == ("2", 20):
+        shutil.rmtree("everstep-store")
+        os.rename("elsewhere", "everstep-store")"""
+
+
+def test_killed_worker_goes_on_from_memory_while_the_store_is_away(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "PROMISE_SECONDS", 0.5)
+    script = SCRIPT.replace("UNTIL", "30").replace("BODY", BODY)
+    agent = start(*FORKED, "--job", "away", "--snapshot-every", "2", script=script)
+    assert agent.wait() == exits.FINISHED, agent.said()
+    assert [e.attempt for e in agent.events("attempt.started")] == [1, 2]
+    assert agent.events("restore.elected")[1].facts["source"] == "memory"
+    assert steps(agent.printed(), 2)[0] > 0
+    job = open_store(str(tmp_path / "everstep-store")).job("away")
+    assert set(job.branches()) == {1, 2}
+    assert job.highest_claim() == 2
+    assert next(iter(job.candidates())).step == 30
