@@ -62,7 +62,7 @@ class Agent:
         self._signals = signals
         self._record = record
         self._history = History()
-        self._expected = False
+        self._expected = self._reached = False
         self._took_part = False
         self._finished_step = -1
         self._same_nodes = False
@@ -138,7 +138,7 @@ class Agent:
     def _claim_alone(self) -> int:
         """S6: the owner may go on from memory while the store is away. Several nodes wait for it:
         whether each still holds its part only their keepers know."""
-        return self._owner.claim(promise=self._expected and self._keeper.holds_memory)
+        return self._owner.claim(promise=self._reached and self._keeper.holds_memory)
 
     def _meet(self) -> Round:
         if self._same_nodes:
@@ -299,7 +299,8 @@ class Agent:
     def _decide(self, ends: dict[int, NodeEnd], nodes: int) -> Decision:
         end = replace(agree.combine(ends, nodes), finished_step=self._finished_step)
         self._same_nodes = not end.lost_nodes and not end.members_changed
-        self._expected = self._expected or end.reached >= 0 or end.restored >= 0
+        self._reached = self._reached or end.reached >= 0  # a complete snapshot stays in memory
+        self._expected = self._expected or self._reached or end.restored >= 0
         return decide(end, self._history, self._launch.max_restarts)
 
     def _interrupted(self) -> Decision:
