@@ -213,3 +213,18 @@ def test_branch_of_another_environment_is_the_same_branch(tmp_path: Path) -> Non
     storing.write_branch(1, None, "fresh", 2, {})
     with pytest.raises(CommitRefused, match="another branch already"):
         storing.write_branch(1, None, "fresh", 3, {})
+
+
+def test_store_that_hangs_does_not_keep_a_snapshot_in_memory_from_the_ranks() -> None:
+    """S6: what it says when it answers at last is taken all the same."""
+    story = Story()
+    _joined(story, 2, WentOn(1, "fresh", None, 1), held=Point(5, 1))
+    story.tell(facts.Registered(0), facts.OfferAsked(0, 1), facts.Tick())
+    assert not any(isinstance(c, commands.CheckMemory) for c in story.said)
+    story.tell(facts.Tick(), seconds=20.0)
+    story._check()
+    story.tell(facts.Voted(0, True, ""))
+    assert story.coordinator.at.origin == Point(5, 1)
+    story.tell(facts.StoreRead(2, branches={1: None}))
+    story.tell(facts.BranchWritten(2))
+    assert story.coordinator.at.branches == {1: None, 2: Point(5, 1)}

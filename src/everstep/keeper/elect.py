@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from everstep.core.ids import Point
-from everstep.errors import KeeperError, NoRecoveryPoint, RestoreError, WorldChanged
+from everstep.errors import KeeperError, NoRecoveryPoint, RestoreError, StoreError, WorldChanged
 from everstep.keeper.commands import (
     CheckMemory,
     ElectTo,
@@ -32,6 +32,8 @@ STORE_RETRIES = 5
 MEMORY_RETRIES = 1
 """The same where a snapshot is complete in memory: the store is hardly ever ahead of it."""
 STORE_RETRY_SECONDS = 1.0
+READ_SECONDS = 15.0
+"""For the store to answer at all, where a complete snapshot in memory waits to be restored."""
 BRANCH_RETRIES = 3
 BRANCH_RETRY_SECONDS = 0.5
 PENDING_BRANCH_SECONDS = 5.0
@@ -241,9 +243,17 @@ class Election:
                 self._write_branch()
             else:
                 self._write_owed()
+        if self.store is None and at.now - at.began >= READ_SECONDS and at.table.newest():
+            self._give_up_reading()
         ready = self.elected is None and self.refusal is None and self.offer is None
         if ready and self.store is not None and len(self.asked) == at.world and at.assembled:
             self._next()
+
+    def _give_up_reading(self) -> None:
+        """A file system that hangs answers nothing; when it does, that is taken all the same."""
+        self.read_failures = STORE_RETRIES
+        what = f"the store has not answered for {READ_SECONDS:g} s"
+        self.store_read(StoreRead(self.at.attempt, error=what, error_code=StoreError.code))
 
     # -- candidates
 
