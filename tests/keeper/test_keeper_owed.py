@@ -228,3 +228,13 @@ def test_store_that_hangs_does_not_keep_a_snapshot_in_memory_from_the_ranks() ->
     story.tell(facts.StoreRead(2, branches={1: None}))
     story.tell(facts.BranchWritten(2))
     assert story.coordinator.at.branches == {1: None, 2: Point(5, 1)}
+
+
+def test_branch_is_written_though_the_store_was_read_while_an_earlier_one_was_tried() -> None:
+    """The new keeper tries the oldest first, and then reads that it is there already."""
+    story = Story()
+    _joined(story, 2, WentOn(1, "fresh", None, 1), WentOn(2, "memory", Point(5, 1), 1))
+    story.tell(facts.StoreRead(2, branches={1: None}), facts.BranchWritten(1), facts.Tick())
+    newest = story.newest(commands.WriteBranch)
+    assert isinstance(newest, commands.WriteBranch)
+    assert newest.attempt == 2

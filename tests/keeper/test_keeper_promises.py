@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -44,12 +45,12 @@ def mount(place: Place) -> None:
     (place.folder / "elsewhere").rename(place.folder / "store")
 
 
-def live_away(place: Place, keep: list[object]) -> Worker:
+def live_away(place: Place, keep: list[object], faults: str = "") -> Worker:
     """Attempt 2 of an agent that has promised it: its state came out of memory."""
     # One checkpoint at first, then none: no write is on its way when the store goes.
     place.policy = Policy(snapshot_every=1, checkpoint_every=1e9)
     job_of(place).claim(identity_of(os.getpid(), AGENT))
-    keeper, agent = Keeper(place), Agent(place)
+    keeper, agent = Keeper(place, faults=faults), Agent(place)
     keep.extend([agent, keeper])
     agent.begin(1, ((0,),))
     first = Worker(place, attempt=1)
@@ -91,6 +92,25 @@ def test_promised_attempt_is_claimed_before_anything_of_it_is_written(
     away.checkpoint()
     assert away.link.await_durable(away.step, timeout=DEADLINE).durable
     assert Point(away.step, 2) in list(job.candidates())
+
+
+def test_keeper_that_dies_before_the_claim_leaves_the_promise_to_the_next(place: Place) -> None:
+    faults = json.dumps([{"point": "keeper.promise.before_claim", "action": "kill"}])
+    made: list[object] = []
+    worker = live_away(place, made, faults)
+    agent, keeper = made[1], made[2]
+    assert isinstance(agent, Agent)
+    assert isinstance(keeper, Keeper)
+    agent.pump()
+    mount(place)
+    with closing(*made):
+        train([worker], lambda: keeper.process.poll() is not None, "the keeper's death")
+        with closing(Keeper(place)):
+            agent.hand_over()
+            agent.begin(2, ((0,),), expected=True, claimed=False)
+            train([worker], lambda: 2 in job_of(place).branches(), "the branch")
+            job_of(place).check_claim(1, agents=(AGENT,))
+            worker.link.close()
 
 
 def test_promised_attempt_that_a_stranger_has_claimed_writes_nothing(

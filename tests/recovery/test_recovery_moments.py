@@ -26,6 +26,7 @@ SEEDS = range(1, 21)
 
 ELSEWHERE = {
     "store.load.before_read",  # a rank reads the store: only after memory was lost as well
+    "keeper.promise.before_claim",  # only while the store is away: the test of promises
     "store.local.before_rename",  # the owner's record, which no recovery depends on
     "store.sweep.before_tombstone",  # nothing is old enough to be deleted within a test's run
     "store.sweep.before_manifest",

@@ -119,6 +119,8 @@ class Election:
         self.store = fact
         self.at.branches.update(fact.branches)
         self.owed = [owed for owed in self.owed if owed.attempt not in fact.branches]
+        if self.owed:
+            self.branch_at = self.at.now  # the answer to an earlier try may be about another one
         for what in fact.damaged:
             self.at.tell("checkpoint.damaged", what, level="warning")
         if fact.branched and self.elected is None:
