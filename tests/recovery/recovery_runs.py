@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recovery_moments import mark, with_marks
@@ -36,18 +37,23 @@ SECONDS_EACH = 120.0
 """What a run, and each death in it, may take on a machine that is busy with other things."""
 TICK = 0.01
 _NOT_INHERITED = ("EVERSTEP_", "PET_", "TORCHELASTIC_", "MASTER_")
-_SOON = "keep_alive_interval=1,keep_alive_max_attempt=2"
-"""A node that is gone is missed after 2 s; torch's default is 15 s."""
+_SOON = "keep_alive_interval=1,keep_alive_max_attempt=4"
+"""A node that is gone is missed after 4 s; torch's default is 15 s. Its heart beats every second
+or, where its timer is early by a hair, every other one."""
+_FORKING = (sys.executable, str(Path(__file__).with_name("forking_agent.py")), "run")
+_FORKED = ("--run-path", "--start-method", "fork")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: an example on ``world`` ranks, which are spread over ``nodes``."""
+    """What is trained: an example on ``world`` ranks, which are spread over ``nodes``. ``forked``:
+    workers have torch from their agent, which saves most of what a start costs."""
 
     example: str
     world: int
     nodes: int = 1
     steps: int = 200
+    forked: bool = False
 
     @property
     def loader(self) -> bool:
@@ -216,9 +222,11 @@ class Trial:
         if self.case.nodes > 1:
             flags += ["--nnodes", str(self.case.nodes), "--rdzv-backend", "c10d"]
             flags += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-conf", _SOON]
+        flags += _FORKED if self.case.forked else ()
         script = [str(EXAMPLES / self.case.example), "--steps", str(self.case.steps)]
         command = (*flags, *script, *SMALL[self.case.example])
-        return Setup(command, self.store, JOB, self.folder, self._environment())
+        setup = Setup(command, self.store, JOB, self.folder, self._environment())
+        return replace(setup, launcher=_FORKING) if self.case.forked else setup
 
     def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
@@ -228,6 +236,8 @@ class Trial:
             "EVERSTEP_SNAPSHOT_EVERY": "1",
             "EVERSTEP_CHECKPOINT_EVERY": "0",
             "EVERSTEP_FINAL_DEADLINE": "90",
+            # For the examples that import another one, where the script is not Python's own.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(EXAMPLES), kept.get("PYTHONPATH")])),
         }
         return kept | told | ({VARIABLE: self._told} if self.faults else {})
 

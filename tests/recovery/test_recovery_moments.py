@@ -51,13 +51,14 @@ def disturb(begin: Begin, reference: Reference, case: Case, seed: int, count: in
 
 @pytest.mark.parametrize("seed", IN_TEST)
 def test_a_gpt_goes_on_exactly(begin: Begin, reference: Reference, seed: int) -> None:
-    disturb(begin, reference, Case(GPT, world=2), seed, count=3)
+    disturb(begin, reference, Case(GPT, world=2, forked=True), seed, count=3)
 
 
 @pytest.mark.parametrize("example", OTHERS)
 def test_every_example_goes_on_exactly(begin: Begin, reference: Reference, example: str) -> None:
     seed = 1 + OTHERS.index(example)
-    disturb(begin, reference, Case(example, world=2, steps=100), seed, count=2)
+    case = Case(example, world=2, steps=100, forked=True)
+    disturb(begin, reference, case, seed, count=2)
 
 
 @pytest.mark.soak

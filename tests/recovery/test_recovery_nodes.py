@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from recovery_proofs import assert_nothing_lost, assert_same
 from recovery_runs import Begin, Case, Reference
@@ -11,6 +13,7 @@ from everstep.core import exits
 pytestmark = pytest.mark.timeout(1800)
 
 ONE, TWO = Case("gpt_ddp.py", world=2), Case("gpt_ddp.py", world=2, nodes=2)
+FORKED = Case("gpt_ddp.py", world=2, forked=True)
 
 
 def test_a_dead_worker_costs_no_memory_and_a_dead_node_costs_the_memory_of_all(
@@ -18,8 +21,8 @@ def test_a_dead_worker_costs_no_memory_and_a_dead_node_costs_the_memory_of_all(
 ) -> None:
     """Each rank finds its extents on its own node, until a node has lost them: then the store
     has them."""
-    undisturbed = reference(ONE)
-    trial = begin(TWO)
+    undisturbed = reference(FORKED)
+    trial = begin(replace(FORKED, nodes=2))
     trial.start()
     trial.await_training(1, steps=10)
     trial.kill_worker(rank=1)

@@ -35,7 +35,8 @@ LINGER_SECONDS = 15.0
 @dataclass(frozen=True)
 class Setup:
     """What is run and where. ``command`` is what follows ``everstep run``: flags, script,
-    arguments. ``folder`` exists and holds journal and log; ``environment`` is the parent's."""
+    arguments. ``folder`` exists and holds journal and log; ``environment`` is the parent's.
+    ``launcher`` is ``everstep run`` itself."""
 
     command: tuple[str, ...]
     store: str
@@ -43,6 +44,7 @@ class Setup:
     folder: Path
     environment: Mapping[str, str]
     checkpoint_every: str = "1s"
+    launcher: tuple[str, ...] = (sys.executable, "-m", "everstep.cli", "run")
 
 
 class Job:
@@ -71,7 +73,7 @@ class Job:
 
     def start(self) -> None:
         """Start ``everstep run``: at first, and again after its agent was killed."""
-        command = [sys.executable, "-m", "everstep.cli", "run", *self.setup.command]
+        command = [*self.setup.launcher, *self.setup.command]
         with self.log.open("ab") as log:
             self._agent = subprocess.Popen(
                 command,
