@@ -30,10 +30,11 @@ TINY = recover.RecoverSetup(pairs=1, every=4, width=32, layers=1, batch=2)
 
 
 def test_recover_measures_every_phase_of_a_real_kill_under_everstep(tmp_path: Path) -> None:
-    found = recover.one_recovery(TINY, "everstep", 0, 0.5, tmp_path / "run")
+    found = recover.one_recovery(TINY, "everstep", 0, 0.5, tmp_path / "run", 0.2)
     assert tuple(found.phases) == PHASES
     assert sum(found.phases.values()) == pytest.approx(found.total)
-    assert 0 <= found.repeated <= 2 * TINY.every
+    assert found.repeated >= 0
+    assert found.between_saves > 0
     assert found.caught_up >= found.total
 
 

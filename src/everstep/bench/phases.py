@@ -39,12 +39,14 @@ class Recovery(msgspec.Struct, frozen=True):
 
     ``total`` is from the kill to the end of the first step of the slowest rank, ``caught_up`` to
     the end of the first step that had not been done before, ``repeated`` the steps between.
+    ``between_saves`` is what as many steps as are between two saves took before the kill.
     """
 
     total: float
     caught_up: float
     repeated: int
     phases: dict[str, float]
+    between_saves: float = 0.0
 
 
 def recovery(

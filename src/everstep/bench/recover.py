@@ -3,10 +3,12 @@
 Owns: the pairs of runs, the moment of the kill, the table's rows. Never does: anything while a
 phase is measured but wait for a descriptor. Called by: :mod:`everstep.bench.main`, tests.
 
-Both launchers run the same script (:mod:`everstep.bench.recover_job`) at the same cadence. Kills
-are spread evenly over the time between two saves, the same place for both systems of a pair, in
-turn on both ranks; the order within pairs alternates. The floor of each pair is what two fresh
-processes at once take to import torch and build the model.
+Both launchers run the same script (:mod:`everstep.bench.recover_job`) and make checkpoints at the
+same cadence: torchrun every N steps, everstep in the seconds that this took torchrun, with the
+snapshots in between that it takes by itself. Kills are spread evenly over the time between two
+saves, the same place for both systems of a pair, in turn on both ranks; the order within pairs
+alternates. The floor of each pair is what two fresh processes at once take to import torch and
+build the model.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from everstep.bench import figures, processes
 from everstep.bench.figures import spread
@@ -79,7 +83,7 @@ def measure(setup: RecoverSetup, say: Say) -> Result:
     """Run all pairs; ``say`` is told of progress. Raises :class:`BenchError` where a run fails."""
     with scratch(setup.folder) as folder:
         machine = read_machine(setup.folder.resolve())
-        pairs = [_pair(setup, index, folder, say) for index in range(setup.pairs)]
+        pairs = _pairs(setup, folder, say)
     parameters: dict[str, float | int | str] = {
         "pairs": setup.pairs, "ranks": WORLD, "save every": f"{setup.every} steps",
         "width": setup.width, "layers": setup.layers, "batch": setup.batch,
@@ -93,24 +97,35 @@ def measure(setup: RecoverSetup, say: Say) -> Result:
 # -- one pair
 
 
-def _pair(setup: RecoverSetup, index: int, folder: Path, say: Say) -> Pair:
+def _pairs(setup: RecoverSetup, folder: Path, say: Say) -> list[Pair]:
+    pairs: list[Pair] = []
+    for index in range(setup.pairs):
+        # torchrun begins the first pair, so that its cadence is known.
+        seconds = pairs[-1].torchrun.between_saves if pairs else 0.0
+        pairs.append(_pair(setup, index, seconds, folder, say))
+    return pairs
+
+
+def _pair(setup: RecoverSetup, index: int, seconds: float, folder: Path, say: Say) -> Pair:
     place = figures.spaced(setup.pairs)[index]
     order = SYSTEMS if index % 2 == 0 else SYSTEMS[::-1]
     floor = _floor(setup, folder / f"{index}-floor")
     say(f"pair {index + 1}/{setup.pairs}: floor {floor:.2f} s")
     done: dict[System, Recovery] = {}
     for system in order:
-        done[system] = one_recovery(setup, system, index, place, folder / f"{index}-{system}")
-        one = done[system]
+        one = one_recovery(setup, system, index, place, folder / f"{index}-{system}", seconds)
+        done[system] = one
+        seconds = one.between_saves if system == "torchrun" else seconds
         say(f"  {system:<8} {one.total:.2f} s to the first step, {one.repeated} steps repeated")
     return Pair(done["everstep"], done["torchrun"], floor)
 
 
 def one_recovery(
-    setup: RecoverSetup, system: System, index: int, place: float, folder: Path
+    setup: RecoverSetup, system: System, index: int, place: float, folder: Path, seconds: float
 ) -> Recovery:
     """One run of ``system`` in ``folder`` (made here), killed at ``place`` (0 to 1) of the time
-    between two saves; ``index`` chooses the rank. Raises :class:`BenchError`."""
+    between two saves, which are ``seconds`` for everstep; ``index`` chooses the rank. Raises
+    :class:`BenchError`."""
     folder.mkdir()
     (folder / "saves").mkdir()
     victim = 1 - index % 2
@@ -120,12 +135,13 @@ def one_recovery(
             system,
             _command(setup, system, folder),
             folder,
-            _environment(setup, system, folder),
+            _environment(system, folder, seconds),
             mark,
         ) as job,
     ):
         job.wait_until(lambda: _all_reached(job.marks, 3 * setup.every), "third save", TIMEOUT)
-        job.wait_for_seconds(place * _interval(job.marks, setup.every))
+        between = _interval(job.marks, setup.every)
+        job.wait_for_seconds(place * (between if system == "torchrun" else seconds))
         pids = {mark.rank: mark.pid for mark in job.of("began")}
         killed = processes.kill(pids[victim], mark)
         job.wait_until(lambda: _caught_up(job.marks, pids, killed), "step after the kill", TIMEOUT)
@@ -136,9 +152,10 @@ def one_recovery(
             if system == "everstep"
             else torchrun_detected(job.said, killed)
         )
-        return recovery(
+        found = recovery(
             killed=killed, detected=detected, survivors_gone=gone, old=old, new=new, world=WORLD
         )
+        return msgspec.structs.replace(found, between_saves=between)
 
 
 def _floor(setup: RecoverSetup, folder: Path) -> float:
@@ -176,7 +193,7 @@ def _script(setup: RecoverSetup, keep: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _environment(setup: RecoverSetup, system: System, folder: Path) -> dict[str, str]:
+def _environment(system: System, folder: Path, seconds: float) -> dict[str, str]:
     if system == "torchrun":
         return PEER_ENVIRONMENT
     settings = {
@@ -184,7 +201,7 @@ def _environment(setup: RecoverSetup, system: System, folder: Path) -> dict[str,
         "job": "bench",
         "events": str(folder / "events"),
         "state_dir": str(folder / "state"),
-        "snapshot_every": str(setup.every),
+        "checkpoint_every": f"{seconds:.3f}",
     }
     return {variable(name): value for name, value in settings.items()}
 
@@ -232,6 +249,8 @@ _NOTES = (
     "torchrun has a store of its own for each restart (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); with "
     "its default, restarted workers may wait for the addresses of dead ones until a timeout",
     "steps repeated: the means over kills spread evenly over the time between two saves decide",
+    "both make checkpoints equally often; everstep takes snapshots in memory in between, as many "
+    "as its default allows (1 % of training time)",
 )
 
 
@@ -300,5 +319,6 @@ def _samples(pairs: list[Pair]) -> dict[str, list[dict[str, float | None]]]:
 def _sample(run: Recovery) -> dict[str, float | None]:
     whole: dict[str, float | None] = {
         "total": run.total, "caught_up": run.caught_up, "repeated": float(run.repeated),
+        "between_saves": run.between_saves,
     }  # fmt: skip
     return whole | {phase: run.phases.get(phase) for phase in PHASES}
