@@ -62,7 +62,7 @@ class RecoverSetup:
     every: int = 20
     width: int = 128
     layers: int = 2
-    batch: int = 8
+    batch: int = 16
     folder: Path = Path()
 
     def __post_init__(self) -> None:
