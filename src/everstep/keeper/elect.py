@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from everstep.core.events import counted
 from everstep.core.ids import Point
 from everstep.errors import KeeperError, NoRecoveryPoint, RestoreError, StoreError, WorldChanged
 from everstep.keeper.commands import (
@@ -509,7 +510,7 @@ class Election:
         for rank in sorted(self.at.table.home):
             self.at.say(ElectTo(self.at.node_of(rank), rank, choice.source, choice.point))
         since = self.at.began if self.asked_at is None else self.asked_at
-        what = f"step {choice.point.step} from {choice.source}" if choice.point else "the start"
+        what = f"step {choice.point.step}, from {choice.source}" if choice.point else "the start"
         self.at.tell(
             "restore.elected", f"attempt {self.at.attempt} goes on from {what}",
             step=self.at.start, source=choice.source, seconds=self.at.now - since,
@@ -590,4 +591,4 @@ def _reason(vote: Voted) -> str:
 
 
 def _world_text(world: int, saved: int) -> str:
-    return f"this run has {world} ranks, what is to be restored belongs to {saved}."
+    return f"this run has {counted(world, 'rank')}, what is to be restored belongs to {saved}."

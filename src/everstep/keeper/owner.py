@@ -71,7 +71,7 @@ class Owner:
             self._due = self._clock.mono() + RENEW_SECONDS
             done(number)
 
-        self._background.submit("store", work, claimed, failed)
+        self._background.submit("owner", work, claimed, failed)
 
     def forget(self) -> None:
         """An agent runs the job from now on: its worker's ownership is nobody's any more."""
