@@ -40,8 +40,8 @@ demo: $(STAMP)  ## Train a GPT on 2 ranks, kill its parts, and prove that nothin
 test: $(STAMP)  ## Run the tests, but for the long matrix. More arguments: PYTEST_ARGS='-k store'
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not soak' $(PYTEST_ARGS)
 
-soak: $(STAMP)  ## Run the long matrix: many kills, seeds and worlds
-	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+soak: $(STAMP)  ## Run the long matrix, half an hour: many kills, seeds and worlds
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m soak $(PYTEST_ARGS)
 
 bench: $(STAMP)  ## Measure recovery and saving side by side with torchrun + DCP
 	@$(BIN)/everstep bench recover

@@ -66,7 +66,8 @@ def test_every_example_goes_on_exactly(begin: Begin, reference: Reference, examp
 def test_a_gpt_goes_on_exactly_after_many_kills(
     begin: Begin, reference: Reference, seed: int
 ) -> None:
-    disturb(begin, reference, Case(GPT, world=2), seed, count=6)
+    # Every fourth starts its workers anew, as users do; forking them saves most of the time.
+    disturb(begin, reference, Case(GPT, world=2, forked=seed % 4 != 0), seed, count=6)
 
 
 @pytest.mark.soak
@@ -76,7 +77,7 @@ def test_worlds_of_one_and_of_four_go_on_exactly(
     begin: Begin, reference: Reference, world: int, seed: int
 ) -> None:
     """With four ranks the order of DDP's gradient sums has to be the same in every attempt."""
-    disturb(begin, reference, Case(GPT, world=world), seed, count=5)
+    disturb(begin, reference, Case(GPT, world=world, forked=True), seed, count=5)
 
 
 @pytest.mark.soak
@@ -86,7 +87,7 @@ def test_every_example_in_every_world(
     begin: Begin, reference: Reference, example: str, world: int
 ) -> None:
     seed = 100 + 10 * OTHERS.index(example) + world
-    disturb(begin, reference, Case(example, world=world), seed, count=5)
+    disturb(begin, reference, Case(example, world=world, forked=True), seed, count=5)
 
 
 @pytest.mark.soak
