@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 STRIKES = ("worker", "keeper", "agent", "everything", "corrupt")
 CASES = [
-    Case("gpt_ddp.py", world=1, steps=500),
+    Case("gpt_ddp.py", world=1, steps=500, forked=True),
     Case("gpt_ddp.py", world=2, steps=500),
-    Case("gpt_ddp.py", world=4, steps=400),
+    Case("gpt_ddp.py", world=4, steps=400, forked=True),
     Case("gpt_fsdp2.py", world=2, steps=400),
-    Case("resnet_amp_accumulate.py", world=2, steps=300),
-    Case("embedding_sparse.py", world=2, steps=500),
+    Case("resnet_amp_accumulate.py", world=2, steps=300, forked=True),
+    Case("embedding_sparse.py", world=2, steps=500, forked=True),
 ]
 
 
