@@ -1,4 +1,7 @@
-"""An agent with one worker, for the test that kills it: prints the worker's pid and waits."""
+"""An agent with one worker, for tests that kill it: prints the worker's pid and waits.
+
+A line on its standard input lets it end as an agent does whose workers have ended.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from keeper_fakes import Agent, Place
 
-from everstep.keeper.wire import WorkersStarted
+from everstep.keeper.wire import WorkersEnded, WorkersStarted
 
 
 def main(folder: str) -> None:
@@ -23,6 +26,12 @@ def main(folder: str) -> None:
     )
     agent.link.send(WorkersStarted({0: worker.pid}))
     print(worker.pid, flush=True)
+    if sys.stdin.readline():
+        worker.kill()
+        worker.wait()
+        agent.link.send(WorkersEnded(1))
+        agent.leave()
+        return
     threading.Event().wait(60)
 
 

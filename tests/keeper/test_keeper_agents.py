@@ -45,7 +45,7 @@ def agent_with_worker(place: Place) -> Iterator[tuple[subprocess.Popen[bytes], i
     """An agent's process that has begun attempt 1, and the pidfd of its worker."""
     script = Path(__file__).with_name("agent_that_dies.py")
     command = [sys.executable, str(script), str(place.folder)]
-    agent = subprocess.Popen(command, stdout=subprocess.PIPE)
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert agent.stdout is not None
     pidfd = os.pidfd_open(int(agent.stdout.readline()))
     try:
@@ -54,6 +54,8 @@ def agent_with_worker(place: Place) -> Iterator[tuple[subprocess.Popen[bytes], i
         agent.kill()
         agent.wait()
         agent.stdout.close()
+        if agent.stdin is not None:
+            agent.stdin.close()
         if not _ended(pidfd, 0.0):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
@@ -159,3 +161,19 @@ def test_keeper_that_ends_at_its_start_is_named_with_its_log(
         line.attach()
     assert line.log in str(caught.value)
     line.close()
+
+
+def test_agent_that_left_while_the_keeper_was_busy_is_not_lost(place: Place) -> None:
+    """Its last words and its end are seen in one turn."""
+    keeper = Keeper(place)
+    with closing(keeper), agent_with_worker(place) as (agent, _):
+        os.kill(keeper.process.pid, signal.SIGSTOP)
+        try:
+            assert agent.stdin is not None
+            agent.stdin.write(b"leave\n")
+            agent.stdin.flush()
+            assert agent.wait(DEADLINE) == 0
+        finally:
+            os.kill(keeper.process.pid, signal.SIGCONT)
+        assert keeper.wait(10.0) == 0
+        assert not place.events("agent.lost")

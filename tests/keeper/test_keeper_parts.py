@@ -25,7 +25,7 @@ from everstep.keeper.holdings import Holdings, check_digests, known_digests, wri
 from everstep.keeper.journal import Journal
 from everstep.keeper.memory import Limit, check_room, group_limit, meminfo_limit, read_limits
 from everstep.keeper.slot import Geometry, Slot, create
-from everstep.keeper.wire import AdoptSlots, Demoted, Hello, Refused, SlotName
+from everstep.keeper.wire import AdoptSlots, Demoted, Hello, Leave, Refused, SlotName
 
 CHUNK = 4096
 
@@ -189,6 +189,19 @@ def test_frames_and_descriptors_arrive_in_order() -> None:
     os.close(fd)
     connection.close()
     link.close()
+
+
+def test_last_words_are_read_though_nothing_can_be_said_any_more() -> None:
+    """An agent says that it leaves, and closes; the keeper is about to tell it an event."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    connection, link = Connection(ours), wire.Link(theirs)
+    link.send(Leave())
+    link.close()
+    connection.send(Demoted(("one",)))
+    assert not connection.closed
+    assert connection.read() == [Leave()]
+    assert connection.closed
+    connection.close()
 
 
 def test_side_that_does_not_read_is_given_up_without_waiting(monkeypatch) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from recovery_runs import Begin, Case, Reference, Trial, Undisturbed
@@ -23,7 +24,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
 
     def run(case: Case) -> Undisturbed:
         if case not in known:
-            with Trial(case, folder / str(len(known)), name="undisturbed") as trial:
+            # A folder of its own each time: a run that failed leaves what it wrote.
+            place = Path(mkdtemp(dir=folder))
+            with Trial(case, place, name="undisturbed") as trial:
                 trial.run()
                 assert trial.attempt == 1, trial.told("the undisturbed run was disturbed")
                 known[case] = trial.outcome()

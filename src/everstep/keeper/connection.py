@@ -43,6 +43,7 @@ class Connection:
         self.peer = peer
         self.process = process_of(peer)
         self.closed = False
+        self._unheard = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -72,7 +73,7 @@ class Connection:
 
         A side that does not read is closed when too much waits for it (bounded, never blocking).
         """
-        if self.closed:
+        if self.closed or self._unheard:
             return
         frame = memoryview(wire.encode(message))
         self._outgoing.append((frame, tuple(os.dup(fd) for fd in fds)))
@@ -92,8 +93,10 @@ class Connection:
                 self._outgoing.appendleft((frame, fds))
                 return
             except OSError:
-                self.closed = True
+                # The other side has closed. What it said before may still wait to be read: an
+                # agent's or a worker's farewell. The end of the stream comes after it.
                 _close_all(fds)
+                self._silence()
                 return
             self._outgoing_bytes -= sent
             _close_all(fds)  # they went with the first byte
@@ -103,11 +106,16 @@ class Connection:
     def close(self) -> None:
         self.closed = True
         _close_all(self._fds)
+        self._fds.clear()
+        self._silence()
+        self._socket.close()
+
+    def _silence(self) -> None:
+        """Nothing more is sent: nobody would hear it."""
+        self._unheard = True
         for _, fds in self._outgoing:
             _close_all(fds)
-        self._fds.clear()
         self._outgoing.clear()
-        self._socket.close()
 
     def _receive(self) -> bool:
         try:
