@@ -196,7 +196,7 @@ def test_memory_allows_two_slots_a_share_of_the_state_and_a_fixed_part() -> None
 
 
 def _held(pss: int = 10**8, fds: int = 10, mappings: int = 400, threads: int = 5) -> Footprint:
-    return Footprint(pss, fds, mappings, threads, 2)
+    return Footprint(pss, pss, fds, mappings, threads, 2)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def _held(pss: int = 10**8, fds: int = 10, mappings: int = 400, threads: int = 5
         (_held(fds=11), "fds"),
         (_held(threads=6), "threads"),
         (_held(mappings=405), "mappings"),
-        (_held(pss=10**8 + (9 << 20)), "PSS"),
+        (_held(pss=10**8 + (9 << 20)), "anonymous"),
     ],
 )
 def test_whatever_grows_is_named_as_a_leak(after: Footprint, what: str) -> None:

@@ -24,9 +24,12 @@ MAPPING_SLACK = 4
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """The sum over some processes. ``pss`` in bytes: a page shared by n counts for 1/n."""
+    """The sum over some processes. ``pss`` in bytes: a page shared by n counts for 1/n.
+    ``anonymous`` is the part of it that no file backs: a library's pages are shared with whatever
+    else runs on the machine, and count for more when that ends."""
 
     pss: int
+    anonymous: int
     fds: int
     mappings: int
     threads: int
@@ -35,7 +38,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
 def footprint(pids: Iterable[int]) -> Footprint:
     """Of the processes together; one that ends meanwhile counts for nothing."""
-    total = [0, 0, 0, 0, 0]
+    total = [0, 0, 0, 0, 0, 0]
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             total = [a + b for a, b in zip(total, _one(pid), strict=True)]
@@ -61,10 +64,14 @@ def least_of(one: Footprint, other: Footprint) -> Footprint:
 
 def pss(pid: int) -> int:
     """Proportional set size in bytes."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0  # a process that has let go of its memory: it ends
+    return _rollup(pid).get("Pss", 0)
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    """Bytes by name; empty for a process that has let go of its memory and ends."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    fields = (line.split() for line in lines)
+    return {name.rstrip(":"): int(value) * 1024 for name, value, *_ in fields}
 
 
 def leaks(before: Footprint, after: Footprint) -> list[str]:
@@ -74,8 +81,9 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
         was, now = getattr(before, name), getattr(after, name)
         if now > was + slack:
             found.append(f"{name} grew from {was} to {now}")
-    if after.pss > before.pss + PSS_SLACK:
-        found.append(f"PSS grew from {before.pss / 1e6:.1f} to {after.pss / 1e6:.1f} MB")
+    was, now = before.anonymous, after.anonymous
+    if now > was + PSS_SLACK:
+        found.append(f"anonymous memory grew from {was / 1e6:.1f} to {now / 1e6:.1f} MB")
     return found
 
 
@@ -115,11 +123,13 @@ def _pss_or_none(pids: Iterable[int]) -> Iterator[int]:
             yield pss(pid)
 
 
-def _one(pid: int) -> tuple[int, int, int, int, int]:
+def _one(pid: int) -> tuple[int, int, int, int, int, int]:
     place = Path(f"/proc/{pid}")
     mappings = len((place / "maps").read_text().splitlines())
+    memory = _rollup(pid)
     return (
-        pss(pid),
+        memory.get("Pss", 0),
+        memory.get("Pss_Anon", 0) + memory.get("Pss_Shmem", 0),
         len(os.listdir(place / "fd")),
         mappings,
         len(os.listdir(place / "task")),

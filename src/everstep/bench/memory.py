@@ -162,8 +162,8 @@ def _rows(size: Added, leak: Leaked) -> list[Figure]:
     before, after = leak.before, leak.after
     return [
         *rows,
-        Figure("everstep", f"PSS after {leak.saves} saves", "bytes", spread([float(after.pss)]),
-               f"after {WARM_SAVES}", float(before.pss)),
+        Figure("everstep", f"anonymous memory after {leak.saves} saves", "bytes",
+               spread([float(after.anonymous)]), f"after {WARM_SAVES}", float(before.anonymous)),
         _count("file descriptors", before.fds, after.fds),
         _count("mappings", before.mappings, after.mappings),
         _count("threads", before.threads, after.threads),
