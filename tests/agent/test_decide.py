@@ -93,6 +93,19 @@ def test_snapshots_that_can_never_be_restored_do_not_go_on_for_ever() -> None:
     assert run([died(-1, finished=n) for n in range(20)]) == (6, exits.NO_PROGRESS)
 
 
+def test_attempts_that_end_before_they_restore_do_not_hide_that_nothing_moves() -> None:
+    """A start that fails now and then, and a failure that always comes one step on."""
+    flaky = [died(), died(15, finished=16)] * 10
+    assert run([died(finished=17), *flaky]) == (6, exits.NO_PROGRESS)
+
+
+def test_a_script_that_attached_nothing_is_warned_about() -> None:
+    decision = decide(AttemptEnd((DONE, WorkerEnd(1, 0))), History(), None)
+    assert decision.exit_code == exits.FINISHED
+    assert "never called everstep.attach" in decision.warning
+    assert not decide(AttemptEnd((DONE,), attached=True), History(), None).warning
+
+
 def test_max_restarts_given_is_honoured_and_replaces_the_rule_of_progress() -> None:
     assert run([died()] * 10, max_restarts=5) == (6, exits.FAILED)
     assert run([died()] * 10, max_restarts=0) == (1, exits.FAILED)

@@ -136,14 +136,25 @@ def _stop_for_good(end: AttemptEnd, history: History) -> Decision | None:
         return stop(*_stopped_by(end, end.stopped_by))
     done = bool(end.workers) and all(worker.code == 0 for worker in end.workers)
     if done and not end.lost_nodes and not end.members_changed:
-        return stop(exits.FINISHED, "all workers ended with exit code 0")
+        return stop(exits.FINISHED, "all workers ended with exit code 0", _unprotected(end))
     return None
+
+
+def _unprotected(end: AttemptEnd) -> str:
+    """The warning for a script that looks protected and is not."""
+    if end.attached:
+        return ""
+    return (
+        "the script never called everstep.attach: nothing was saved, and a restart would have "
+        "begun anew"
+    )
 
 
 def _stopped_by(end: AttemptEnd, number: int) -> tuple[int, str]:
     name = signal.Signals(number).name
     if number != signal.SIGTERM:
-        return exits.SIGNALLED + number, f"stopped by {name}"
+        again = "start the job again and it goes on from its newest state"
+        return exits.SIGNALLED + number, f"stopped by {name}; {again}"
     if end.attached and end.workers and all(worker.code == 0 for worker in end.workers):
         return exits.FINISHED, "all workers ended with exit code 0"
     return exits.PREEMPTED, f"stopped by {name}"
@@ -181,7 +192,8 @@ def _judge(end: AttemptEnd, history: History) -> History:
         history,
         stuck=stuck,
         unrestored=0 if later else history.unrestored + 1,
-        last_restored=end.restored,
+        # An attempt that ended before it restored anything says nothing of what can be restored.
+        last_restored=end.restored if end.restored >= 0 else history.last_restored,
         furthest=max(end.furthest, history.furthest),
     )
 

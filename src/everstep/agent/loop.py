@@ -321,7 +321,8 @@ class Agent:
     def _stop(self, decision: Decision) -> int:
         if decision.warning:
             self._record.say("job.warning", decision.warning, level="warning")
-        quiet = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
+        wanted = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
+        quiet = wanted or decision.exit_code > exits.SIGNALLED
         told = decision.reason
         if decision.exit_code in exits.FINAL and report.tell_refusals(self._failures):
             told = "the job cannot go on: see the error above; a restart would not help"
