@@ -21,7 +21,8 @@ MEANING: dict[int, str] = {
     FINISHED: "the job reached its last step, and its last checkpoint is committed",
     FAILED: "a worker failed and no restart was left, or --max-restarts was reached",
     USAGE: "bad arguments or settings",
-    NO_STORE: "the store cannot be read or written (EVS-2xx), so no attempt could be started; "
+    NO_STORE: "the store cannot be read or written now (EVS-2xx; a path that can never be a store "
+    "is 2), so no attempt could be started; "
     "start the job again when it can",
     PREEMPTED: "stopped by SIGTERM after a cut; start the job again and it goes on",
     NOT_DURABLE: "all steps ran, but the last checkpoint could not be committed in time; "

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from everstep.core import exits
+from everstep.core.events import counted
 from everstep.core.settings import Settings
 from everstep.errors import JobOwned, MemoryTooSmall, NotDurable, PendingGradients
 from everstep.train.connect import Connection
@@ -132,8 +133,9 @@ class Boundary:
         """The job had already reached ``until`` when it was started."""
         self._connection.say(
             "train.nothing_to_do",
-            f"job {self._settings.job} is finished: step {step} of {until}. To continue: a larger "
-            f"`until`; to start afresh: {how_to_start_afresh(self._settings)}",
+            f"job {self._settings.job} is finished: it has done {counted(step, 'step')}, `until` is "
+            f"{until}. To continue: a larger `until` under the same job name "
+            f"({self._settings.job}); to start afresh: {how_to_start_afresh(self._settings)}",
             step=step,
             loud=True,
             until=until,
