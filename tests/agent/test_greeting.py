@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -23,11 +24,12 @@ def test_a_new_job_and_a_finished_one_are_named_as_such(start: Start) -> None:
     assert first.wait() == exits.FINISHED, first.said()
     assert ": a new job in a new store." in first.said()
     assert "is finished" not in first.said()
+    assert len(re.findall("checkpoint of step [0-9]+ is committed", first.said())) == 1
     again = start("--nproc-per-node", "2", script=TRAINS)
     assert again.wait() == exits.FINISHED, again.said()
     assert "new job" not in again.said()
     assert "It goes on from its newest state; to start afresh: --resume never" in again.said()
-    assert again.said().count("is finished: step 4 of 4. To continue: a larger `until`") == 1
+    assert again.said().count("is finished: it has done 4 steps, `until` is 4. To continue") == 1
     assert "to start afresh: --resume never, or another --job" in again.said()
 
 

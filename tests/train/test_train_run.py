@@ -54,7 +54,10 @@ def test_a_finished_job_says_so_and_a_larger_until_continues_it(
     again = jobs.start(bodies.train, until=7)
     assert again.wait() == exits.FINISHED
     assert again.result() == whole(7)["digest"], "a finished job has its final state"
-    said = "job job is finished: step 7 of 7. To continue: a larger `until`; to start afresh: "
+    said = (
+        "job job is finished: it has done 7 steps, `until` is 7. To continue: a larger `until` "
+        "under the same job name (job); to start afresh: "
+    )
     assert f"{said}EVERSTEP_RESUME=never, or another EVERSTEP_JOB" in again.said()
     digest = jobs.run(bodies.train, until=LAST)
     agree(jobs, digest, whole(LAST))

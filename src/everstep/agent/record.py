@@ -31,6 +31,7 @@ class Recorder:
         self, job: str, path: str = "", *, clock: Clock | None = None, stream: TextIO | None = None
     ) -> None:
         self._stream = stream
+        self._committed = 0
         self._journal = Journal(
             path, source="agent", job=job, clock=clock or SystemClock(), listen=self._show_own
         )
@@ -64,11 +65,18 @@ class Recorder:
         """Show an event that the keeper has recorded already, where people want to know it."""
         told = event.kind in _SHOWN_KINDS and not event.rank  # of what all ranks say, rank 0's
         wrong = event.level in ("warning", "error") and event.kind not in _TOLD_AT_THE_END
-        if told or wrong:
+        if told or wrong or self._is_first_commit(event):
             self._show(event)
 
     def close(self) -> None:
         self._journal.close()
+
+    def _is_first_commit(self, event: Event) -> bool:
+        """Of each attempt: so that people see that saving works, and no line a minute after it."""
+        if event.kind != "checkpoint.committed" or self._committed == self.attempt:
+            return False
+        self._committed = self.attempt
+        return True
 
     def _show_own(self, event: Event) -> None:
         if event.level != "debug":

@@ -133,8 +133,8 @@ class Boundary:
         """The job had already reached ``until`` when it was started."""
         self._connection.say(
             "train.nothing_to_do",
-            f"job {self._settings.job} is finished: it has done {counted(step, 'step')}, `until` is "
-            f"{until}. To continue: a larger `until` under the same job name "
+            f"job {self._settings.job} is finished: it has done {counted(step, 'step')}, `until` "
+            f"is {until}. To continue: a larger `until` under the same job name "
             f"({self._settings.job}); to start afresh: {how_to_start_afresh(self._settings)}",
             step=step,
             loud=True,
