@@ -1,10 +1,12 @@
 """everstep keeps PyTorch distributed training alive.
 
-The public names, loaded lazily: importing everstep never imports torch.
+The public names, loaded lazily: importing everstep never imports torch. In a worker of
+``everstep run`` the import begins the watch over its agent (:mod:`everstep.guard`).
 """
 
 from __future__ import annotations
 
+import os as _os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +23,12 @@ _HOMES = {
     "Options": "everstep.train.options",
     "EverstepError": "everstep.errors",
 }
+
+
+if "EVERSTEP_AGENT_PID" in _os.environ:
+    from everstep import guard as _guard
+
+    _guard.begin(_os.environ)
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """This rank's line to its keeper, as the training side needs it: never in the way of a step.
 
-Owns: finding or starting the keeper, events from this rank, the watch over the agent. Never does:
-touch tensors. Called by: run, boundary, cut and restore of this room.
+Owns: finding or starting the keeper, events from this rank. Never does: touch tensors. Called by:
+run, boundary, cut and restore of this room.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import select
-import signal
 import socket
 import subprocess
-import threading
 import time
 
+from everstep import guard
 from everstep.cadence.policy import Policy
 from everstep.core import exits
 from everstep.core.settings import Settings
@@ -61,8 +59,7 @@ def connect(settings: Settings, place: Place, voice: Voice) -> Connection:
     )  # fmt: skip
     if begin is not None and place.nodes > 1 and place.node == 0:
         _publish_coordinator(link, begin.token)
-    if place.agent_pid:
-        _end_with(place.agent_pid)
+    guard.begin(os.environ)  # begun by the import, but where an agent forked this process
     voice.link, voice.attempt = link, link.attempt
     return Connection(link, place, voice, alone=alone)
 
@@ -219,26 +216,6 @@ def _find_coordinator() -> tuple[tuple[str, int], str]:
 
     host, port, token = _get_default_store().get(_COORDINATOR_KEY).decode().split()
     return (host, int(port)), token
-
-
-def _end_with(agent_pid: int) -> None:
-    """End this process when the agent dies: the second guard beside the keeper's.
-
-    A thread on a pidfd, because PR_SET_PDEATHSIG follows the agent's thread, not its process.
-    """
-    try:
-        fd = os.pidfd_open(agent_pid)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    threading.Thread(target=_wait_and_end, args=(fd,), name="everstep-agent", daemon=True).start()
-
-
-def _wait_and_end(fd: int) -> None:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    poll.poll()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _named(error: BaseException) -> str:
