@@ -64,7 +64,7 @@ def test_resume_never_says_so_and_an_unknown_variable_is_warned_of(start: Start)
 WAITS = """
 import everstep, torch, time
 model = torch.nn.Linear(2, 2)
-run = everstep.attach(model=model)
+run = everstep.attach(model=model, optimizer=torch.optim.SGD(model.parameters()))
 for step in run.steps(until=100000):
     time.sleep(0.005)
     if step == 5:

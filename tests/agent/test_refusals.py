@@ -25,9 +25,10 @@ everstep.Options(snapshot_every=-1)
 TWICE = """
 import everstep, torch
 model = torch.nn.Linear(2, 2)
-run = everstep.attach(model=model)
+optimizer = torch.optim.SGD(model.parameters())
+run = everstep.attach(model=model, optimizer=optimizer)
 run.restore()
-everstep.attach(model=model)
+everstep.attach(model=model, optimizer=optimizer)
 """
 
 RECORDED = """

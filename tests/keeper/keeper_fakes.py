@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -217,6 +218,7 @@ class Worker:
         local_rank: int | None = None,
         restart: Callable[[], object] | None = None,
         resume: str = "auto",
+        **choices: Any,
     ) -> None:
         self.place, self.rank, self.world = place, rank, world
         self.local_rank = rank if local_rank is None else local_rank
@@ -226,7 +228,7 @@ class Worker:
             begin = BeginAttempt(
                 self.launch, 0, node, (tuple(range(world)),), policy=place.policy, resume=resume
             )
-        hello = Hello("worker", os.getpid(), self.launch, rank, self.local_rank, node)
+        hello = Hello("worker", os.getpid(), self.launch, rank, self.local_rank, node, **choices)
         self.link = WorkerLink.connect(
             place.name(node), hello, begin=begin, restart=restart, timeout=DEADLINE
         )

@@ -355,7 +355,7 @@ def log_figures() -> None:
     with everstep.attach(**training.objects()) as run:
         for batch in run.steps(until=2):
             loss = training.step(batch)
-            run.log(loss=loss, lr=0.5, note="warm", count=run.step)
+            run.log(loss=loss, lr=0.5, count=run.step)
 
 
 def test_log_writes_figures_of_the_step_in_hand(jobs: Jobs) -> None:
@@ -363,7 +363,7 @@ def test_log_writes_figures_of_the_step_in_hand(jobs: Jobs) -> None:
     events = jobs.events("train.log")
     assert [e.step for e in events] == [1, 2]
     assert events[0].facts["lr"] == 0.5
-    assert events[1].facts == {**events[1].facts, "note": "warm", "count": 1}
+    assert events[1].facts == {**events[1].facts, "count": 1}
     assert all(isinstance(e.facts["loss"], float) for e in events)
 
 

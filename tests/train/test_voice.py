@@ -29,12 +29,12 @@ def test_logged_tensors_are_figures_of_the_step(tmp_path: Path, recwarn) -> None
     import torch
 
     voice = Voice(Settings(events=str(tmp_path / "events"), job="job"), PLACE)
-    voice.log_values(7, {"loss": torch.tensor(0.5, requires_grad=True), "name": "a", "n": 3})
+    voice.log_values(7, {"loss": torch.tensor(0.5, requires_grad=True), "n": 3})
     voice.close()
     (event,) = (decode_line(line) for line in (tmp_path / "events").read_bytes().splitlines())
     assert (event.kind, event.step, event.facts) == (
         "train.log",
         7,
-        {"loss": 0.5, "name": "a", "n": 3},
+        {"loss": 0.5, "n": 3},
     )
     assert not recwarn.list

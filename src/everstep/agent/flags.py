@@ -50,9 +50,9 @@ _OWN = "everstep_"
 @dataclass(frozen=True)
 class Launch:
     """One call of ``everstep run``. ``max_restarts`` is None where no limit was given: then the
-    rule of progress decides. ``kind`` says what ``name`` is. ``job_given`` says that the name of
-    the job was not made up here, ``temporary_logs`` is the folder that torch made for logs where
-    none was given."""
+    rule of progress decides. ``kind`` says what ``name`` is. ``given`` are the settings that
+    flags or variables name, ``temporary_logs`` is the folder that torch made for logs where none
+    was given."""
 
     settings: Settings
     config: LaunchConfig
@@ -61,8 +61,13 @@ class Launch:
     name: str
     kind: Kind
     max_restarts: int | None
-    job_given: bool
+    given: frozenset[str]
     temporary_logs: str = ""
+
+    @property
+    def job_given(self) -> bool:
+        """Whether the name of the job was not made up here."""
+        return "job" in self.given
 
 
 def parser() -> argparse.ArgumentParser:
@@ -108,7 +113,8 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         config, entrypoint, rest = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as bad:
         raise UsageError(f"the command line cannot be used: {bad}") from bad
-    told = _settings(args, environment)
+    flags = _flags(args)
+    told = replace(from_environment(environment), **flags)
     return Launch(
         settings=_with_defaults(told, args),
         config=config,
@@ -117,7 +123,8 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         name=args.training_script,
         kind=_kind(args),
         max_restarts=max_restarts,
-        job_given=bool(told.job),
+        given=(core_settings.named(environment) - flags.keys())
+        | {name for name, value in flags.items() if value != ""},
         temporary_logs="" if args.log_dir or args.logs_specs else _log_dir(config),
     )
 
@@ -206,9 +213,9 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         args.master_port = DEFAULT_MASTER_PORT
 
 
-def _settings(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    given = {name: value for name in SETTINGS if (value := getattr(args, _OWN + name)) is not None}
-    return replace(from_environment(environment), **given)
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags name."""
+    return {name: value for name in SETTINGS if (value := getattr(args, _OWN + name)) is not None}
 
 
 def _with_defaults(told: Settings, args: argparse.Namespace) -> Settings:

@@ -39,7 +39,7 @@ from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
 from everstep.core.events import counted
-from everstep.core.settings import to_environment, variable
+from everstep.core.settings import to_environment
 from everstep.errors import (
     AgentError,
     EverstepError,
@@ -394,10 +394,11 @@ class Agent:
             "nodes": round_.nodes,
             "ranks": ",".join(f"{ranks[0]}-{ranks[-1]}" for ranks in plan.ranks_of_node()),
             "agent_pid": os.getpid(),
+            "assumed": ",".join(sorted({"store", "job"} - self._launch.given)),
         }
-        told = to_environment(replace(self._launch.settings, **own))
         # Said even where they are the defaults: the agent's own environment may hold others.
-        return told | {variable(name): str(value) for name, value in own.items()}
+        always = {*own, *self._launch.given}
+        return to_environment(replace(self._launch.settings, **own), always)
 
 
 def exit_code_of(error: EverstepError) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ PREFIX = "EVERSTEP_"
 _OTHERS = ("EVERSTEP_FAULTS", "EVERSTEP_DRILL", "EVERSTEP_BENCH_")
 """What everstep's own tools hand to the processes that they start."""
 DEFAULT_STORE = "./everstep-store"
+MOST = 2**53
+"""The largest whole number of a setting: more are no steps, and some formats hold no more."""
 
 
 def setting(default: Any, doc: str, *, parse: str = "text") -> Any:
@@ -63,6 +65,9 @@ class Settings:
     agent_pid: int = setting(
         0, "The agent, whose workers end when it dies (set by the agent).", parse="count"
     )
+    assumed: str = setting(
+        "", "Which of store and job nobody named, so that the agent did (set by the agent)."
+    )
 
 
 def _count(text: str) -> int:
@@ -81,9 +86,12 @@ def _positive(text: str) -> int:
 
 def _whole(text: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise ValueError("must be a whole number") from None
+    if value > MOST:
+        raise ValueError(f"must be at most {MOST}")
+    return value
 
 
 def _seconds(text: str) -> float:
@@ -123,22 +131,32 @@ def parse_seconds(text: str) -> float:
 def from_environment(environment: Mapping[str, str]) -> Settings:
     """The settings of ``environment``. Raises :class:`UsageError` naming the bad variable."""
     given: dict[str, Any] = {}
-    for item in fields(Settings):
-        text = environment.get(variable(item.name), "")
-        if text:
-            try:
-                given[item.name] = PARSERS[item.metadata["parse"]](text)
-            except ValueError as bad:
-                raise UsageError(f"{variable(item.name)}={text!r}: {bad}.") from bad
+    parsers = {item.name: PARSERS[item.metadata["parse"]] for item in fields(Settings)}
+    for name in named(environment):
+        text = environment[variable(name)]
+        try:
+            given[name] = parsers[name](text)
+        except ValueError as bad:
+            raise UsageError(f"{variable(name)}={text!r}: {bad}.") from bad
     return Settings(**given)
 
 
-def to_environment(settings: Settings) -> dict[str, str]:
-    """The variables that give ``settings`` back: what an agent hands to its workers."""
+def named(environment: Mapping[str, str]) -> frozenset[str]:
+    """The settings that ``environment`` names, be it with their defaults."""
+    return frozenset(item.name for item in fields(Settings) if environment.get(variable(item.name)))
+
+
+def to_environment(settings: Settings, always: Collection[str] = ()) -> dict[str, str]:
+    """The variables that give ``settings`` back: what an agent hands to its workers.
+
+    Defaults are left out but for those named in ``always``: what somebody asked for goes before
+    what a script asks for, and before what else the environment says.
+    """
     return {
         variable(item.name): str(getattr(settings, item.name))
         for item in fields(Settings)
-        if item.default is not MISSING and getattr(settings, item.name) != item.default
+        if item.default is not MISSING
+        and (item.name in always or getattr(settings, item.name) != item.default)
     }
 
 

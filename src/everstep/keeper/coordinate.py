@@ -29,6 +29,7 @@ from everstep.keeper.facts import (
     NodeLeft,
     OfferAsked,
     PersistFailed,
+    PolicySaid,
     PreemptAsked,
     RankArrived,
     RankEnded,
@@ -89,6 +90,8 @@ class Coordinator:
     def _take(self, fact: AnyFact) -> None:
         if isinstance(fact, Begun):
             self._begin(fact)
+        elif isinstance(fact, PolicySaid):
+            self.at.policy = fact.policy
         elif isinstance(fact, NodeJoined | NodeLeft | Registered | SlotsSeen | RankGone):
             self._take_presence(fact)
         elif isinstance(

@@ -72,6 +72,12 @@ class Registered(Fact, frozen=True):
     rank: int
 
 
+class PolicySaid(Fact, frozen=True):
+    """Rank 0 says what its script chose, each time that it is welcomed."""
+
+    policy: Policy
+
+
 class SlotsSeen(Fact, frozen=True):
     """All slots of one rank on one node: opened, adopted, or read again."""
 
@@ -269,6 +275,7 @@ AnyFact = (
     | CutMissed | SlotAsked | DurableAsked | OfferAsked | Voted | RankArrived | Boundaries
     | PreemptAsked | Left | StoreRead | MemoryChecked | BranchWritten | Digested | RankPersisted
     | PersistFailed | Committed | CommitFailed | Fenced | Tick | ElectionKnown | RankEnded
+    | PolicySaid
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

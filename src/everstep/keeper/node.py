@@ -41,6 +41,7 @@ from everstep.keeper.wire import (
     DurableResult,
     Elected,
     Goodbye,
+    Hello,
     Offer,
     OpenSlots,
     Refused,
@@ -219,10 +220,18 @@ class Node:
         self._asking.pop(hello.rank, None)
         welcome = Welcome(os.getpid(), self.attempt, self.world, self._store, self._job)
         connection.send(welcome, (self._page_fd,))
+        self._take_choices(hello)
         if hello.went_on is not None and hello.went_on.attempt == self.attempt:
             self._page.note_election(hello.went_on)
             self._tell(facts.ElectionKnown(hello.went_on))
         return older
+
+    def _take_choices(self, hello: Hello) -> None:
+        """What the script chose: said before rank 0 asks for an offer, so before any cut."""
+        if hello.keep_last is not None:
+            self.keep_last = hello.keep_last
+        if hello.policy is not None:
+            self._tell(facts.PolicySaid(hello.policy))
 
     def gone(self, connection: Connection, *, finished: bool = False) -> None:
         """The worker's connection ended. It may have committed a slot without saying so."""

@@ -53,7 +53,9 @@ class Hello(Message, frozen=True):
     """First frame of a connection. ``launch`` names one start of the workers: the keeper answers
     a worker only once :class:`BeginAttempt` of the same launch was said. ``attempt`` is the one
     that a worker belongs to already, 0 where it comes for the first time, and ``went_on`` what it
-    went on from in it. ``token`` is asked of keepers that come by TCP."""
+    went on from in it. ``token`` is asked of keepers that come by TCP. ``policy`` and
+    ``keep_last`` are what rank 0's script chose where nothing else was said; they go before what
+    :class:`BeginAttempt` says, because an agent does not know the script."""
 
     role: Role
     pid: int
@@ -64,6 +66,8 @@ class Hello(Message, frozen=True):
     token: str = ""
     attempt: int = 0
     went_on: WentOn | None = None
+    policy: Policy | None = None
+    keep_last: int | None = None
     version: int = VERSION
 
 

@@ -43,6 +43,8 @@ def connect(settings: Settings, place: Place, voice: Voice) -> Connection:
         rank=place.rank,
         local_rank=place.local_rank,
         node=place.node,
+        policy=_policy(settings) if place.rank == 0 else None,
+        keep_last=settings.keep_last if place.rank == 0 else None,
     )
     settings = dataclasses.replace(settings, node=place.node, nodes=place.nodes)
     alone = not settings.attempt
@@ -195,9 +197,13 @@ def _begin(settings: Settings, place: Place) -> BeginAttempt:
         again=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"),
         coordinator=coordinator,
         token=token,
-        policy=Policy(settings.snapshot_every, settings.checkpoint_every),
+        policy=_policy(settings),
         keep_last=settings.keep_last,
     )
+
+
+def _policy(settings: Settings) -> Policy:
+    return Policy(settings.snapshot_every, settings.checkpoint_every)
 
 
 _COORDINATOR_KEY = "everstep/coordinator"

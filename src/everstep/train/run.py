@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -22,11 +22,11 @@ from everstep.keeper.identity import started_at
 from everstep.train.boundary import Boundary, Preempted
 from everstep.train.connect import Connection, connect
 from everstep.train.data import DataFeed
-from everstep.train.options import Options, effective
+from everstep.train.options import Options, check_claimed, effective, overruled, whole
 from everstep.train.place import Place, read_place
 from everstep.train.restore import Restorer
 from everstep.train.session import Session
-from everstep.train.voice import Voice
+from everstep.train.voice import Voice, check_figures
 
 LOADER = "loader"
 """The keyword whose object gives the batches of :meth:`Run.steps`."""
@@ -50,6 +50,7 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
             hint="Name each object: attach(model=model, optimizer=optimizer). Only Options stand "
             "without a name.",
         )
+    _check_objects(objects)
     options = options or Options()
     settings = effective(options, os.environ, sys.argv)
     place = read_place(
@@ -60,13 +61,17 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
     with ExitStack() as undo:
         undo.callback(voice.close)
         with _told_to_the_agent(settings, place, voice):
+            check_claimed(options, settings)
             feed = _feed(loader, options, voice)
             session = Session(objects, place, options, feed)
+            doubts = (overruled(options, settings), session.unsaved())
         undo.callback(session.close)
         connection = connect(settings, place, voice)
         undo.pop_all()
     if not settings.attempt and (wrong := misspelt(os.environ)):
         voice.warn(wrong)
+    for doubt in filter(None, doubts if place.rank == 0 else ()):
+        voice.warn(doubt)
     return Run(session, connection, settings, place, feed, voice)
 
 
@@ -133,8 +138,9 @@ class Run:
         :class:`~everstep.errors.PendingGradients` where a boundary holds gradients that no
         optimizer step has used.
         """
-        if until < 0 or accumulate < 1:
-            raise UsageError("steps() needs until >= 0 and accumulate >= 1.")
+        for name, value, least in (("until", until, 0), ("accumulate", accumulate, 1)):
+            if not whole(value, least):
+                raise UsageError(f"steps() needs a whole {name} >= {least}, not {value!r}.")
         self.restore()
         if self.step >= until:
             self._boundary.report_finished_before(self.step, until)
@@ -179,11 +185,13 @@ class Run:
             return self._boundary.checkpoint(self.step, wait=wait, timeout=timeout)
 
     def log(self, **values: Any) -> None:
-        """Note figures of the step that is being computed (floats or 0-d tensors).
+        """Note figures of the step that is being computed (numbers or 0-d tensors).
 
         They go to the journal of events where one was asked for; a tensor is read only then,
-        because reading it makes a device wait.
+        because reading it makes a device wait. Raises :class:`~everstep.errors.UsageError` for
+        what is no figure.
         """
+        check_figures(values)
         self._voice.log_values(self.step + 1, values)
 
     def close(self) -> None:
@@ -287,6 +295,21 @@ class _Here:
 
 
 _here = _Here()
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    if not objects:
+        raise UsageError(
+            "attach() was given nothing to keep.",
+            hint="Name each object: attach(model=model, optimizer=optimizer).",
+        )
+    for keyword, held in objects.items():
+        if isinstance(held, type):
+            raise UsageError(
+                f"attach({keyword}=...) was given the class {held.__qualname__}, which has no "
+                "state of its own.",
+                hint="Attach the object that is made of it.",
+            )
 
 
 def _key(settings: Settings) -> tuple[str, str]:

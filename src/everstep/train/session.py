@@ -115,6 +115,24 @@ class Session:
         rng.restore(extra["rng"])
         return changes(extra["environment"], observe(self._place.world))
 
+    def unsaved(self) -> str:
+        """What to warn of where parameters are to be trained by an optimizer that is not attached;
+        else empty. A trainer of the user's own may hold it: its state shows it."""
+        held = self.attached.objects
+        if any(isinstance(one, torch.optim.Optimizer) for one in held.values()):
+            return ""
+        trained = [name for name, one in held.items() if _is_trained(one)]
+        if not trained:
+            return ""
+        with _streams_untouched():
+            if any(_has_groups(one.state_dict()) for _, one in self.attached.others()):
+                return ""
+        return (
+            f"no optimizer is attached, though {trained[0]} has parameters to train: the state of "
+            "its optimizer is not saved, and a restart goes on with a fresh one. Attach it as "
+            "well: attach(..., optimizer=optimizer)."
+        )
+
     def close(self) -> None:
         """Take the hooks off the user's objects."""
         self._gradients.close()
@@ -140,6 +158,17 @@ class Session:
                     "undisturbed one in the last bits.",
                     stacklevel=3,
                 )
+
+
+def _is_trained(held: object) -> bool:
+    return isinstance(held, torch.nn.Module) and any(p.requires_grad for p in held.parameters())
+
+
+def _has_groups(state: object, depth: int = 3) -> bool:
+    """Whether an optimizer's state is in it, as every one of torch's form looks."""
+    if not isinstance(state, dict) or not depth:
+        return False
+    return "param_groups" in state or any(_has_groups(x, depth - 1) for x in state.values())
 
 
 @contextmanager

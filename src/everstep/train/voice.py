@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from everstep.core.clock import SystemClock
 from everstep.core.events import Event, Level
 from everstep.core.settings import Settings, variable
+from everstep.errors import UsageError
 from everstep.keeper.client import WorkerLink
 from everstep.keeper.journal import Journal
 from everstep.train.place import Place
@@ -94,8 +97,29 @@ def how_to_start_afresh(settings: Settings) -> str:
 def _nobody(_: Event) -> None: ...
 
 
+def check_figures(values: Mapping[str, Any]) -> None:
+    """Raises :class:`UsageError` for what is no figure. Reads no tensor."""
+    for name, value in values.items():
+        if not _is_figure(value):
+            shape = tuple(getattr(value, "shape", ()))
+            what = f" of shape {shape}" if shape else f" {value!r:.60}"
+            raise UsageError(
+                f"run.log({name}=...) was given {type(value).__name__}{what}; allowed are numbers "
+                "and tensors of one number without dimensions (0-d).",
+                hint=f"Say which number of it: {name}.mean(), or {name}[0]." if shape else "",
+            )
+
+
+def _is_figure(value: Any) -> bool:
+    if isinstance(value, Real):
+        return True
+    dtype = str(getattr(value, "dtype", ""))
+    numeric = any(kind in dtype for kind in ("float", "int", "bool"))
+    return numeric and getattr(value, "ndim", None) == 0
+
+
 def _figure(value: Any) -> object:
-    if isinstance(value, (bool, int, float, str)) or value is None:
+    if isinstance(value, bool | int | float):
         return value
     detach = getattr(value, "detach", None)
     return float(value if detach is None else detach())
