@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from keeper_fakes import DEADLINE, Agent, Keeper, Place, Worker, closing, train
-from test_keeper_decisions import Story, _held
+from test_keeper_decisions import Story, _empty, _held
 
 from everstep.core.ids import Point
 from everstep.core.settings import Settings
-from everstep.errors import CommitRefused
+from everstep.errors import CommitRefused, StoreNotWritable
 from everstep.keeper import commands, facts
-from everstep.keeper.control import ControlPage, create_page
+from everstep.keeper.commands import Command
+from everstep.keeper.control import KEPT_ELECTIONS, ControlPage, create_page
+from everstep.keeper.owed import bridged, missing_link
 from everstep.keeper.storing import Storing
 from everstep.keeper.wire import WentOn
 from everstep.store import Branch, Job, open_store
+from everstep.store.lineage import limits
 from everstep.testing.faulty import BackendFault
 
 
@@ -123,9 +129,24 @@ def test_page_keeps_what_attempts_went_on_from() -> None:
     assert page.elections() == tuple(noted)
     page.forget_election(1)
     assert page.elections() == (noted[1],)
-    for attempt in range(3, 40):
-        page.note_election(WentOn(attempt, "store", Point(attempt, attempt - 1), 2))
-    assert [election.attempt for election in page.elections()] == list(range(24, 40))
+    many = [WentOn(n, "store", Point(n, n - 1), 2) for n in range(2, KEPT_ELECTIONS + 5)]
+    page.note_elections(many)
+    assert page.elections() == tuple(many[-KEPT_ELECTIONS:])
+    page.close()
+
+
+def test_page_whose_writing_a_death_has_torn_keeps_what_it_had() -> None:
+    fd = create_page()
+    page = ControlPage(fd)
+    before = (WentOn(1, "rooted", None, 1), WentOn(2, "memory", Point(7, 1), 1))
+    page.note_elections(before)
+    whole = os.pread(fd, os.fstat(fd).st_size, 0)
+    page.note_elections([WentOn(3, "memory", Point(9, 2), 1)])
+    now = os.pread(fd, len(whole), 0)
+    changed = [at for at in range(len(whole)) if whole[at] != now[at]]
+    for at in changed[:-1]:
+        os.pwrite(fd, now[: at + 1] + whole[at + 1 :], 0)
+        assert page.elections() == before, f"torn after byte {at}"
     page.close()
 
 
@@ -238,3 +259,243 @@ def test_branch_is_written_though_the_store_was_read_while_an_earlier_one_was_tr
     newest = story.newest(commands.WriteBranch)
     assert isinstance(newest, commands.WriteBranch)
     assert newest.attempt == 2
+
+
+# -- a store that is away for many restarts
+
+
+@dataclasses.dataclass
+class Shelf:
+    """A store of branches that answers what it is asked, and refuses what the real one refuses.
+    ``readable``: it can be read while it is away for writing."""
+
+    branches: dict[int, Point | None] = dataclasses.field(default_factory=dict)
+    candidates: tuple[facts.Candidate, ...] = ()
+    away: bool = True
+    readable: bool = False
+    refused: list[int] = dataclasses.field(default_factory=list)
+
+    def serve(self, story: Story, said: list[Command]) -> None:
+        """Answer ``said``, and what the answers lead to."""
+        while said:
+            command = said.pop(0)
+            if isinstance(command, commands.ReadStore):
+                said += story.tell(self._read(command.attempt))
+            elif isinstance(command, commands.WriteBranch):
+                said += story.tell(self._write(command))
+
+    def _read(self, attempt: int) -> facts.StoreRead:
+        if self.away and not self.readable:
+            return facts.StoreRead(attempt, error="away", error_code="EVS-200")
+        expected = bool(self.candidates)
+        there = dict(self.branches)
+        return facts.StoreRead(attempt, self.candidates, expected=expected, branches=there)
+
+    def _write(self, command: commands.WriteBranch) -> facts.BranchWritten:
+        if self.away:
+            return facts.BranchWritten(command.attempt, "away", "EVS-200", retryable=True)
+        if command.point is not None and command.point.attempt not in self.branches:
+            self.refused.append(command.attempt)
+            return facts.BranchWritten(command.attempt, "no branch", CommitRefused.code)
+        there = self.branches.setdefault(command.attempt, command.point)
+        assert there == command.point, "a second branch with other bytes"
+        return facts.BranchWritten(command.attempt)
+
+
+@dataclasses.dataclass
+class Life:
+    """A job on one node: its keeper, which may die, its page and its memory, which stay."""
+
+    shelf: Shelf = dataclasses.field(default_factory=Shelf)
+    page: ControlPage = dataclasses.field(default_factory=lambda: ControlPage(create_page()))
+    story: Story = dataclasses.field(default_factory=Story)
+    held: tuple[facts.Held, ...] = _empty(0)
+
+    def keeper_dies(self) -> None:
+        self.story = Story(now=self.story.now)
+
+    def begin(self, attempt: int) -> Point | None:
+        """The next attempt until its election; what it went on from."""
+        story, shelf = self.story, self.shelf
+        begun = facts.Begun(attempt, ((0,),), "auto", False, story.policy)
+        said = story.tell(begun, facts.NodeJoined(0, self.held, self.page.elections()))
+        said += story.tell(facts.Registered(0), facts.OfferAsked(0, 1))
+        shelf.serve(story, said)
+        for _ in range(20):
+            self.tick(1)
+            if story.coordinator.at.elected:
+                break
+            story._check()
+            shelf.serve(story, story.tell(facts.Voted(0, True, "")))
+        elect = story.newest(commands.ElectTo)
+        assert isinstance(elect, commands.ElectTo)
+        mine = WentOn(attempt, elect.source, elect.point, 1)
+        self.page.note_elections((*elect.before, mine))
+        return elect.point
+
+    def cut(self, step: int) -> None:
+        """The attempt makes a snapshot and ends."""
+        at = self.story.coordinator.at
+        self.held = _held(0, Point(step, at.attempt))
+        self.story.tell(facts.RankGone(0, 0, self.held, False))
+
+    def tick(self, times: int, seconds: float = 2.0) -> None:
+        for _ in range(times):
+            self.shelf.serve(self.story, self.story.tell(facts.Tick(), seconds=seconds))
+
+    def stored(self) -> list[Point]:
+        """What is made durable once the job is left."""
+        self.story.tell(facts.Left())
+        self.story.store()
+        return list(self.story.coordinator.durable.commits)
+
+
+@pytest.mark.parametrize("deaths", [(), (9,), (3, 9, 15)])
+def test_twenty_restarts_without_the_store_and_then_a_new_keeper(deaths: tuple[int, ...]) -> None:
+    """S6: the newest snapshot is elected and stored, on the lineage of what the store has."""
+    life = Life(Shelf({1: None, 2: Point(3, 1)}, (facts.Candidate(Point(3, 1), 1),)))
+    life.held = _held(0, Point(5, 2))
+    for attempt in range(3, 25):
+        if attempt in deaths:
+            life.keeper_dies()
+        assert life.begin(attempt) == life.held[0].point
+        assert len(life.story.coordinator.election.owed) <= 3 + 3 * len(deaths)
+        life.cut(10 * attempt)
+    life.keeper_dies()
+    life.shelf.away = False
+    assert life.begin(25) == Point(240, 24)
+    life.tick(3)
+    assert life.shelf.refused == []
+    branches = life.shelf.branches
+    assert branches[25] == Point(240, 24)
+    assert {25, 24, 2, 1} <= limits(branches).keys(), "off the lineage"
+    assert (limits(branches)[2], limits(branches)[1]) == (5, 3)
+    assert Point(240, 24) in life.stored()
+
+
+def test_snapshot_that_many_attempts_go_on_from_keeps_its_link() -> None:
+    """S6: attempt 2 is restored by attempt 19 still; those between made no snapshot."""
+    life = Life(Shelf(readable=True))
+    life.begin(1)
+    life.cut(10)
+    life.shelf.readable = False
+    life.begin(2)
+    life.cut(20)
+    for attempt in range(3, 19):
+        assert life.begin(attempt) == Point(20, 2)
+    life.keeper_dies()
+    assert life.begin(19) == Point(20, 2)
+    life.keeper_dies()
+    life.shelf.away = False
+    assert life.begin(20) == Point(20, 2)
+    life.tick(3)
+    assert life.shelf.refused == []
+    assert life.shelf.branches[2] == Point(10, 1)
+    assert life.shelf.branches[20] == Point(20, 2)
+    assert Point(20, 2) in life.stored()
+
+
+def test_chain_that_is_broken_gives_way_to_the_store() -> None:
+    """S6: the point's own attempt is known, but not the one before it."""
+    life = Life(Shelf({1: None}, (facts.Candidate(Point(3, 1), 1),), away=False))
+    life.page.note_elections([WentOn(5, "memory", Point(60, 4), 1)])
+    life.held = _held(0, Point(90, 5))
+    assert life.begin(6) == Point(3, 1)
+    assert life.shelf.branches == {1: None, 6: Point(3, 1)}
+    assert life.shelf.refused == []
+    assert [event.step for event in life.story.events("restore.rejected")] == [90]
+
+
+def test_chain_that_is_broken_gets_a_root_where_there_is_nothing_else() -> None:
+    """S6, R5: what is in memory alone is not lost, and it is stored."""
+    life = Life(Shelf({1: None}, away=False))
+    life.page.note_elections([WentOn(5, "memory", Point(60, 4), 1)])
+    life.held = _held(0, Point(90, 5))
+    assert life.begin(6) == Point(90, 5)
+    life.tick(1)
+    assert life.shelf.branches == {1: None, 4: None, 5: Point(60, 4), 6: Point(90, 5)}
+    (event,) = life.story.events("branch.rooted")
+    assert (event.level, event.facts["rooted"]) == ("error", 4)
+    assert Point(90, 5) in life.stored()
+
+
+def test_broken_chain_that_was_elected_blindly_is_mended_once_the_store_is_back() -> None:
+    """S6: the refusal is said once, the store is read, and what is trained is stored."""
+    life = Life(Shelf({1: None}, (facts.Candidate(Point(3, 1), 1),)))
+    life.page.note_elections([WentOn(5, "memory", Point(60, 4), 1)])
+    life.held = _held(0, Point(90, 5))
+    assert life.begin(6) == Point(90, 5)
+    life.shelf.away = False
+    life.tick(20)
+    assert life.shelf.refused == [5]
+    assert len(life.story.events("branch.refused")) == 1
+    assert life.shelf.branches == {1: None, 4: None, 5: Point(60, 4), 6: Point(90, 5)}
+    assert Point(90, 5) in life.stored()
+
+
+def test_refusal_that_reading_the_store_does_not_explain_is_not_tried_again() -> None:
+    """A stranger has the number: every try would be refused."""
+    life = Life(Shelf(readable=True))
+    life.begin(1)
+    election = life.story.coordinator.election
+    refused = facts.BranchWritten(1, "a stranger has claimed it", CommitRefused.code)
+    life.story.tell(facts.Tick(), seconds=10.0)
+    assert isinstance(life.story.tell(refused)[-1], commands.ReadStore)
+    out = life.story.tell(facts.StoreRead(1))
+    assert any(isinstance(command, commands.WriteBranch) for command in out)
+    out = life.story.tell(refused, *[facts.Tick()] * 30, seconds=10.0)
+    assert not any(isinstance(c, commands.WriteBranch | commands.ReadStore) for c in out)
+    assert len(life.story.events("branch.refused")) == 1
+    assert [one.attempt for one in election.owed] == [1]
+
+
+def test_store_that_is_not_writable_is_tried_again_after_a_minute() -> None:
+    """Somebody may repair it."""
+    life = Life(Shelf(readable=True))
+    life.begin(1)
+    refused = facts.BranchWritten(1, "permission denied", StoreNotWritable.code)
+    life.story.tell(refused)
+    out = life.story.tell(*[facts.Tick()] * 5, seconds=10.0)
+    assert not any(isinstance(command, commands.WriteBranch) for command in out)
+    out = life.story.tell(*[facts.Tick()] * 2, seconds=10.0)
+    assert any(isinstance(command, commands.WriteBranch) for command in out)
+
+
+# -- which branches are owed
+
+
+def _attempts(draw: st.DrawFn) -> list[WentOn]:
+    steps = {0: 0}
+    found = []
+    for attempt in range(1, draw(st.integers(2, 12))):
+        origin = draw(st.integers(0, attempt - 1))
+        step = draw(st.integers(steps[origin], steps[origin] + 9))
+        point = Point(step, origin) if origin else None
+        steps[attempt] = step if origin else 0
+        found.append(WentOn(attempt, "memory" if point else "fresh", point, 1))
+    return found
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_bridged_chain_leaves_readers_the_same_lineage(data: st.DataObject) -> None:
+    """S6: attempts of the chain that stay have the limits that they had."""
+    owed = data.draw(st.composite(_attempts)())
+    needed = data.draw(st.sets(st.sampled_from([one.attempt for one in owed])))
+    kept = bridged(owed, needed)
+    before = limits({one.attempt: one.point for one in owed})
+    after = limits({one.attempt: one.point for one in kept})
+    stay = {owed[0].attempt, owed[-1].attempt, *needed}
+    assert {one.attempt for one in kept} == stay
+    assert after == {attempt: limit for attempt, limit in before.items() if attempt in stay}
+    assert all((one.source == "fresh") == (one.point is None) for one in kept)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "missing"), [(1, None), (3, None), (4, None), (6, 5), (7, 5), (8, 8), (9, 9)]
+)
+def test_missing_link_is_where_the_chain_ends_early(attempt: int, missing: int | None) -> None:
+    said = {
+        2: None, 3: Point(4, 2), 4: Point(3, 1), 6: Point(8, 5), 7: Point(9, 6), 9: Point(9, 9)
+    }  # fmt: skip
+    assert missing_link(attempt, said, stored={1}) == missing

@@ -11,7 +11,7 @@ import msgspec
 from everstep.core.events import Level
 from everstep.core.ids import Point
 from everstep.errors import KeeperError
-from everstep.keeper.wire import SlotName
+from everstep.keeper.wire import SlotName, WentOn
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
@@ -119,9 +119,12 @@ class OfferTo(Command, frozen=True):
 
 
 class ElectTo(Command, frozen=True):
+    """``before``: what earlier attempts went on from whose branches the store does not have yet."""
+
     rank: int
     source: str
     point: Point | None
+    before: tuple[WentOn, ...] = ()
 
 
 class RefuseTo(Command, frozen=True):

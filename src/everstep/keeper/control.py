@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Iterable
 
 import xxhash
 
@@ -20,21 +21,24 @@ from everstep.errors import CorruptObject
 from everstep.keeper.wire import WentOn
 
 _MAGIC = 0x31434B5045535645
-_SIZE = 4 * mmap.PAGESIZE
 _LINES_AT = 1024
 _LINE = 128
-MAX_LOCAL_RANKS = (_SIZE - _LINES_AT) // _LINE
+_NOTES_AT = 4 * mmap.PAGESIZE
+_BANK = 2 * mmap.PAGESIZE
+_SIZE = _NOTES_AT + 2 * _BANK
+MAX_LOCAL_RANKS = (_NOTES_AT - _LINES_AT) // _LINE
 _WORD = struct.Struct("<Q")
 
 # Written by the keeper.
 _CUT_SEQUENCE, _CUT_STEP, _STOP_REQUESTED, _STOP_STEP, _STOP_FINAL, _DEMOTED, _ATTEMPT = range(
     64, 120, 8
 )
-# Attempt, source, step and attempt of the point, world, digest of the five. Never read by workers.
-_WENT_ON = struct.Struct("<6Q")
-_WENT_ON_AT = 128
-_KEPT_ELECTIONS = 16
-_SOURCES = ("fresh", "memory", "store")
+# Two banks of notes, never read by workers: the one that is not in force is written, and is in
+# force when its digest is right and its generation the higher one. A death in between changes none.
+_BANK_HEAD = struct.Struct("<3Q")  # digest of what follows, generation, count of the notes
+_WENT_ON = struct.Struct("<5Q")  # attempt, source, step and attempt of the point, world
+KEPT_ELECTIONS = (_BANK - _BANK_HEAD.size) // _WENT_ON.size
+_SOURCES = ("fresh", "memory", "store", "rooted")
 # Written by the worker, in its own line.
 _STEP, _BOUNDARY, _STEP_NANOS, _CUT_NANOS, _PHASE = range(0, 40, 8)
 # Written by the keeper, in the worker's line.
@@ -142,29 +146,46 @@ class ControlPage:
         """The attempt that the page serves, 0 where none was said."""
         return self._get(_ATTEMPT)
 
+    def note_elections(self, elections: Iterable[WentOn]) -> None:
+        """Keep what attempts went on from, in place of what was noted before: for the keeper after
+        this one, which may have to write the branches. At most :data:`KEPT_ELECTIONS`, those of
+        the newest attempts."""
+        kept = sorted(elections, key=lambda election: election.attempt)[-KEPT_ELECTIONS:]
+        generation, now = self._notes()
+        if tuple(kept) == now:
+            return
+        body = _WORD.pack(generation + 1) + _WORD.pack(len(kept))
+        body += b"".join(_WENT_ON.pack(*_words(election)) for election in kept)
+        at = _NOTES_AT + (generation + 1) % 2 * _BANK
+        self._map[at + _WORD.size : at + _WORD.size + len(body)] = body
+        self._put(at, xxhash.xxh3_64_intdigest(body))
+
     def note_election(self, election: WentOn) -> None:
-        """Keep what an attempt went on from: for the keeper after this one, which may have to
-        write the branch. The newest 16 attempts are kept."""
-        point = election.point or Point(0, 0)
-        source = _SOURCES.index(election.source)
-        words = (election.attempt, source, point.step, point.attempt, election.world)
-        _WENT_ON.pack_into(self._map, _election_at(election.attempt), *words, _sum(words))
+        """Keep this one beside those of other attempts."""
+        others = (one for one in self.elections() if one.attempt != election.attempt)
+        self.note_elections([*others, election])
 
     def forget_election(self, attempt: int) -> None:
         """What was noted of that attempt is of another life."""
-        if any(election.attempt == attempt for election in self.elections()):
-            _WENT_ON.pack_into(self._map, _election_at(attempt), *(0,) * 6)
+        self.note_elections(one for one in self.elections() if one.attempt != attempt)
 
     def elections(self) -> tuple[WentOn, ...]:
-        """What was noted, oldest first; a note that a death has torn is none."""
-        found = []
-        for at in range(_KEPT_ELECTIONS):
-            *words, digest = _WENT_ON.unpack_from(self._map, _WENT_ON_AT + at * _WENT_ON.size)
-            attempt, source, step, restored, world = words
-            if attempt and digest == _sum(tuple(words)):
-                point = Point(step, restored) if restored else None
-                found.append(WentOn(attempt, _SOURCES[source], point, world))
-        return tuple(sorted(found, key=lambda election: election.attempt))
+        """What was noted, oldest attempt first."""
+        return self._notes()[1]
+
+    def _notes(self) -> tuple[int, tuple[WentOn, ...]]:
+        """The generation in force and its notes."""
+        return max(self._bank(_NOTES_AT), self._bank(_NOTES_AT + _BANK), key=lambda bank: bank[0])
+
+    def _bank(self, at: int) -> tuple[int, tuple[WentOn, ...]]:
+        digest, generation, count = _BANK_HEAD.unpack_from(self._map, at)
+        end = at + _BANK_HEAD.size + count * _WENT_ON.size
+        if not generation or count > KEPT_ELECTIONS:
+            return 0, ()
+        if xxhash.xxh3_64_intdigest(self._map[at + _WORD.size : end]) != digest:
+            return 0, ()
+        notes = self._map[at + _BANK_HEAD.size : end]
+        return generation, tuple(_election(*words) for words in _WENT_ON.iter_unpack(notes))
 
     def close(self) -> None:
         self._map.close()
@@ -177,9 +198,11 @@ class ControlPage:
         return value
 
 
-def _election_at(attempt: int) -> int:
-    return _WENT_ON_AT + attempt % _KEPT_ELECTIONS * _WENT_ON.size
+def _words(election: WentOn) -> tuple[int, ...]:
+    point = election.point or Point(0, 0)
+    source = _SOURCES.index(election.source)
+    return election.attempt, source, point.step, point.attempt, election.world
 
 
-def _sum(words: tuple[int, ...]) -> int:
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(words)}Q", *words))
+def _election(attempt: int, source: int, step: int, restored: int, world: int) -> WentOn:
+    return WentOn(attempt, _SOURCES[source], Point(step, restored) if restored else None, world)

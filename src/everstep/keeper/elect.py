@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from everstep.core.events import counted
 from everstep.core.ids import Point
-from everstep.errors import KeeperError, NoRecoveryPoint, RestoreError, StoreError, WorldChanged
+from everstep.errors import (
+    CommitRefused,
+    KeeperError,
+    NoRecoveryPoint,
+    RestoreError,
+    StoreError,
+    WorldChanged,
+)
 from everstep.keeper.commands import (
     CheckMemory,
     ElectTo,
@@ -24,6 +31,7 @@ from everstep.keeper.commands import (
     WriteBranch,
 )
 from everstep.keeper.facts import BranchWritten, MemoryChecked, OfferAsked, StoreRead, Voted
+from everstep.keeper.owed import bridged, missing_link
 from everstep.keeper.situation import Situation
 from everstep.keeper.table import Complete
 from everstep.keeper.wire import SlotName, WentOn
@@ -38,6 +46,8 @@ READ_SECONDS = 15.0
 BRANCH_RETRIES = 3
 BRANCH_RETRY_SECONDS = 0.5
 PENDING_BRANCH_SECONDS = 5.0
+REPAIR_SECONDS = 60.0
+"""Between tries of a branch that only a person can make possible (a store that is not writable)."""
 
 
 class Choice(NamedTuple):
@@ -47,17 +57,15 @@ class Choice(NamedTuple):
     point: Point | None
 
 
-class OwedBranch(NamedTuple):
-    """A branch that the store did not take yet; it is written before anything else is."""
-
-    attempt: int
-    choice: Choice
-    world: int
-
-
 @dataclass
 class Election:
-    """``settled`` is called once, with the step, when the recovery point stands."""
+    """``settled`` is called once, with the step, when the recovery point stands.
+
+    ``owed`` are the branches that the store did not take yet, oldest first: they are written before
+    anything else is. ``known`` is what nodes and ranks said, ``inherited`` the attempts of it that
+    this keeper did not owe itself: one before it may have written their branches.
+    ``refused_branches`` are those of which it was told that the store refuses them, ``reread``
+    those after whose refusal the store was read."""
 
     at: Situation
     settled: Callable[[Choice], None]
@@ -65,6 +73,7 @@ class Election:
     asked: set[int] = field(default_factory=set)
     votes: dict[int, Voted] = field(default_factory=dict)
     rejected: set[Choice] = field(default_factory=set)
+    rootless: set[Point] = field(default_factory=set)
     tried: list[str] = field(default_factory=list)
     offer: Choice | None = None
     offered: bool = False
@@ -72,9 +81,11 @@ class Election:
     branching: bool = False
     elected: Choice | None = None
     refusal: tuple[str, str, str] | None = None
-    owed: list[OwedBranch] = field(default_factory=list)
+    owed: list[WentOn] = field(default_factory=list)
     known: dict[int, WentOn] = field(default_factory=dict)
+    inherited: set[int] = field(default_factory=set)
     refused_branches: set[int] = field(default_factory=set)
+    reread: set[int] = field(default_factory=set)
     read_failures: int = 0
     branch_failures: int = 0
     read_at: float | None = None
@@ -86,8 +97,8 @@ class Election:
         """A new attempt: everything but the branches that are owed begins anew."""
         self._release()
         self.store, self.offer, self.elected, self.refusal = None, None, None, None
-        self.asked, self.votes, self.rejected = set(), {}, set()
-        self.tried, self.checking, self.singles = [], set(), {}
+        self.asked, self.votes, self.rejected, self.rootless = set(), {}, set(), set()
+        self.tried, self.checking, self.singles, self.reread = [], set(), {}, set()
         self.offered = self.branching = False
         self.read_failures = self.branch_failures = 0
         self.read_at = self.asked_at = None
@@ -100,13 +111,15 @@ class Election:
     def elections_known(self, told: tuple[WentOn, ...]) -> None:
         """What attempts went on from, as nodes and ranks say that lived through it. Of this very
         attempt: an earlier keeper held its election, and may not have written the branch."""
+        owed = {one.attempt for one in self.owed}
         for election in told:
             if election.attempt <= self.at.attempt and _goes_back(election):
                 self.known.setdefault(election.attempt, election)
+                self.inherited |= {election.attempt} - owed
         mine = self.known.get(self.at.attempt)
         if mine is None or self.elected is not None or self.offer is not None:
             return  # an offer is made when all ranks ask: none of them has gone on yet
-        self._owe_missing(mine)
+        self._owe_missing(mine.attempt)
         self._learn(Choice(mine.source, mine.point))
 
     def store_read(self, fact: StoreRead) -> None:
@@ -120,6 +133,9 @@ class Election:
         self.store = fact
         self.at.branches.update(fact.branches)
         self.owed = [owed for owed in self.owed if owed.attempt not in fact.branches]
+        if not fact.error:
+            self.reread |= self.refused_branches
+            self._mend()
         if self.owed:
             self.branch_at = self.at.now  # the answer to an earlier try may be about another one
         for what in fact.damaged:
@@ -128,9 +144,10 @@ class Election:
             self.at.branches[fact.attempt] = fact.branch
             self._learn(Choice(fact.branch_source, fact.branch))
         newest = self.at.table.newest()
-        if newest is not None and on_lineage(self._branches(), [newest.point]):
+        on = newest is not None and on_lineage(self._branches(), [newest.point])
+        if newest is not None and on and self._missing(newest.point.attempt) is None:
             # It may have to be stored before, or without, another restore.
-            self._owe_missing(self.known.get(newest.point.attempt))
+            self._owe_missing(newest.point.attempt)
 
     def offer_asked(self, fact: OfferAsked) -> None:
         at = self.at
@@ -287,6 +304,9 @@ class Election:
             return Choice("memory", memory)
         if stored is not None:
             return Choice("store", stored)
+        rootless = self._memory(rooted=False)
+        if rootless is not None:
+            return Choice("memory", rootless)
         if self.store.error:
             self._refuse_all(self.store.error_code, self.store.error)
             return None
@@ -294,27 +314,29 @@ class Election:
         # What some ranks alone hold is not a snapshot: the first attempt ended before it was one.
         return self._fresh_or_refuse(expected=required or self.store.expected or bool(self.tried))
 
-    def _memory(self) -> Point | None:
+    def _memory(self, *, rooted: bool = True) -> Point | None:
         for snapshot in self.at.table.completes():
             choice = Choice("memory", snapshot.point)
-            if choice not in self.rejected and self._rooted(snapshot.point):
+            if choice not in self.rejected and (not rooted or self._rooted(snapshot.point)):
                 return snapshot.point
         return None
 
     def _rooted(self, point: Point) -> bool:
-        """Whether a branch can name ``point``: that of its own attempt is there, or can be
-        written. Else everything that follows from it would never be stored (S6)."""
+        """Whether a branch can name ``point``: its chain is in the store, or can be written. Else
+        what the store has is taken, and only where it has nothing a root is made (S6)."""
         assert self.store is not None, "asked before the store was read"
-        known = point.attempt in self._branches() or bool(self.store.error)
-        if not known:
-            self.rejected.add(Choice("memory", point))
-            why = f"what attempt {point.attempt} went on from is known to nobody any more"
+        broken = None if self.store.error else self._missing(point.attempt)
+        if broken is not None and point not in self.rootless:
+            self.rootless.add(point)
+            why = f"what attempt {broken} went on from is known to nobody any more"
             self.tried.append(f"memory step {point.step}: {why}")
             self.at.tell(
-                "restore.rejected", f"step {point.step} (memory) cannot be restored: {why}",
+                "restore.rejected",
+                f"step {point.step} (memory) is not restored as long as anything else can be: "
+                f"{why}",
                 level="error", step=point.step, source="memory", reason=why,
             )  # fmt: skip
-        return known
+        return broken is None
 
     def _stored(self) -> Point | None:
         assert self.store is not None, "asked before the store was read"
@@ -430,7 +452,8 @@ class Election:
     def _write_branch(self) -> None:
         assert self.offer is not None, "a branch without an election"
         if self.offer.point is not None:
-            self._owe_missing(self.known.get(self.offer.point.attempt))
+            self._owe_missing(self.offer.point.attempt)
+        self._mend()
         if self.owed:
             # An earlier attempt's branch comes first: the later one names that attempt.
             at_once = self.branch_at
@@ -443,7 +466,9 @@ class Election:
 
     def _owe(self, why: str) -> None:
         assert self.offer is not None, "a branch without an election"
-        self.owed.append(OwedBranch(self.at.attempt, self.offer, self.at.world))
+        mine = WentOn(self.at.attempt, self.offer.source, self.offer.point, self.at.world)
+        others = [one for one in self.owed if one.attempt != mine.attempt]
+        self.owed = bridged([*others, mine], self._needed())
         self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
         self.at.tell(
             "branch.owed",
@@ -453,48 +478,94 @@ class Election:
         )  # fmt: skip
         self._settle(self.offer)
 
-    def _owe_missing(self, election: WentOn | None) -> None:
-        """Owe the branches of ``election`` and of those before it that the store does not have:
+    def _needed(self) -> set[int]:
+        """Attempts whose own branch is needed: a snapshot of theirs may be stored, or it may have
+        been written by an earlier keeper, and a checkpoint with it."""
+        points = [entry.point for entry in self.at.table.entries.values()]
+        points.append(self.offer.point if self.offer else None)
+        return {point.attempt for point in points if point is not None} | self.inherited
+
+    def _owe_missing(self, attempt: int) -> None:
+        """Owe the branches of ``attempt`` and of those before it that the store does not have:
         the keeper that held them died before it could write them. The oldest comes first."""
-        missing: list[OwedBranch] = []
-        owed = {one.attempt for one in self.owed}
+        owed = {one.attempt: one for one in self.owed}
+        said = self.known | owed  # what is owed may be bridged already
+        missing: list[WentOn] = []
+        election = said.get(attempt)
         while election is not None and election.attempt not in self.at.branches:
             if election.attempt not in owed:
-                choice = Choice(election.source, election.point)
-                missing.append(OwedBranch(election.attempt, choice, election.world))
-            election = self.known.get(election.point.attempt) if election.point else None
-        if missing:
-            self.owed = sorted([*self.owed, *missing])
+                missing.append(election)
+            election = said.get(election.point.attempt) if election.point else None
+        self._owe_too(missing)
+
+    def _owe_too(self, elections: list[WentOn]) -> None:
+        if elections:
+            self.owed = sorted([*self.owed, *elections], key=lambda election: election.attempt)
             self.branch_at = self.at.now
+
+    def _mend(self) -> None:
+        """Make what is owed writable, now that it is known what the store has. What the job goes on
+        from gets a root where its chain is broken; what is of no use to it is not owed any more."""
+        if self.store is None or self.store.error or not (self.elected or self.branching):
+            return
+        choice = self.elected or self.offer
+        point = choice.point if choice is not None else None
+        broken = self._missing(point.attempt) if point is not None else None
+        if broken is not None and self.at.attempt not in self.at.branches:
+            self._root(broken)
+        self.owed = [one for one in self.owed if self._missing(one.attempt) is None]
+
+    def _root(self, attempt: int) -> None:
+        """Say of ``attempt`` that nothing came before it, or nothing that follows from it could
+        ever be stored."""
+        self.at.tell(
+            "branch.rooted",
+            f"what attempt {attempt} went on from is known to nobody any more, and the store has "
+            "no branch of it: it is taken for the beginning of this state of the job. Checkpoints "
+            "of earlier attempts stay in the store, but the job does not go back to them.",
+            level="error", rooted=attempt,
+        )  # fmt: skip
+        self._owe_too([WentOn(attempt, "rooted", None, self.at.world)])
+
+    def _missing(self, attempt: int) -> int | None:
+        return missing_link(attempt, self._branches(), self.at.branches)
 
     def _branches(self) -> dict[int, Point | None]:
         """Those that are known to be in the store, or will be."""
         known = {attempt: one.point for attempt, one in self.known.items()}
-        known |= {owed.attempt: owed.choice.point for owed in self.owed}
+        known |= {owed.attempt: owed.point for owed in self.owed}
         return known | self.at.branches
 
     def _write_owed(self) -> None:
         if self.owed:
             first = self.owed[0]
-            self.at.say(
-                WriteBranch(0, first.attempt, first.choice.point, first.choice.source, first.world)
-            )
+            self.at.say(WriteBranch(0, first.attempt, first.point, first.source, first.world))
 
     def _owed_written(self, fact: BranchWritten) -> None:
-        if fact.error:
+        if not fact.error:
+            written = self.owed.pop(0)
+            self.at.branches[written.attempt] = written.point
+            self._write_owed()
+        elif fact.retryable:
             self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
-            if not fact.retryable and fact.attempt not in self.refused_branches:
-                self.refused_branches.add(fact.attempt)
-                self.at.tell(
-                    "branch.refused",
-                    f"the store refuses the branch of attempt {fact.attempt}, and nothing of it is "
-                    f"stored before it: {fact.error}",
-                    level="error", code=fact.error_code, reason=fact.error,
-                )  # fmt: skip
-            return
-        written = self.owed.pop(0)
-        self.at.branches[written.attempt] = written.choice.point
-        self._write_owed()
+        else:
+            self._owed_refused(fact)
+
+    def _owed_refused(self, fact: BranchWritten) -> None:
+        """What contradicts the store is not tried again before the store was read, and not again
+        in this attempt where that has changed nothing."""
+        if fact.attempt not in self.refused_branches:
+            self.refused_branches.add(fact.attempt)
+            self.at.tell(
+                "branch.refused",
+                f"the store refuses the branch of attempt {fact.attempt}, and nothing of it is "
+                f"stored before it: {fact.error}",
+                level="error", code=fact.error_code, reason=fact.error,
+            )  # fmt: skip
+        if fact.error_code != CommitRefused.code:
+            self.branch_at = self.at.now + REPAIR_SECONDS
+        elif fact.attempt not in self.reread:
+            self.read_at, self.read_failures = self.at.now, 0
 
     def _settle(self, choice: Choice, *, announce: bool = True) -> None:
         self.elected = choice
@@ -508,13 +579,18 @@ class Election:
         if not announce:
             return
         for rank in sorted(self.at.table.home):
-            self.at.say(ElectTo(self.at.node_of(rank), rank, choice.source, choice.point))
+            self._elect_to(rank, choice)
         since = self.at.began if self.asked_at is None else self.asked_at
         what = f"step {choice.point.step}, from {choice.source}" if choice.point else "the start"
         self.at.tell(
             "restore.elected", f"attempt {self.at.attempt} goes on from {what}",
             step=self.at.start, source=choice.source, seconds=self.at.now - since,
         )  # fmt: skip
+
+    def _elect_to(self, rank: int, choice: Choice) -> None:
+        before = tuple(one for one in self.owed if one.attempt != self.at.attempt)
+        node = self.at.node_of(rank)
+        self.at.say(ElectTo(node, rank, choice.source, choice.point, before))
 
     # -- a rank that comes late: its keeper died after the election
 
@@ -552,9 +628,7 @@ class Election:
         for key in list(self.at.table.entries):
             self.at.release(key, f"restore {fact.rank}")
         if fact.ok:
-            point = self.elected.point
-            source = self.elected.source
-            self.at.say(ElectTo(self.at.node_of(fact.rank), fact.rank, source, point))
+            self._elect_to(fact.rank, self.elected)
         else:
             self._refuse_one(
                 fact.rank,

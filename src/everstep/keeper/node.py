@@ -355,9 +355,8 @@ class Node:
                 self._offer(command)
             case commands.ElectTo():
                 # Before any rank can go on: the keeper after this one must know of it.
-                self._page.note_election(
-                    WentOn(self.attempt, command.source, command.point, self.world)
-                )
+                mine = WentOn(self.attempt, command.source, command.point, self.world)
+                self._page.note_elections((*command.before, mine))
                 if command.rank in self._workers:
                     self._elected[command.rank] = self._workers[command.rank].process
                 self._answer(command.rank, Elected(command.point, command.source))
@@ -485,8 +484,7 @@ class Node:
         self._close_page()
         self._page_fd = create_page()
         self._page = ControlPage(self._page_fd)
-        for election in elections:
-            self._page.note_election(election)
+        self._page.note_elections(elections)
         if self._demoted:
             self._page.publish_demoted(1)
 

@@ -106,8 +106,10 @@ class Storing:
     def write_branch(
         self, attempt: int, point: Point | None, source: str, world: int, facts: dict[str, str]
     ) -> None:
+        """``source`` "rooted": a root, because nobody knows any more what it went on from."""
         reach("keeper.branch.before_write")
-        fresh = "" if point else "no recovery point exists"
+        lost = "what it went on from is not known any more"
+        fresh = "" if point else lost if source == "rooted" else "no recovery point exists"
         kind = source if source in ("memory", "store") else "fresh"
         branch = Branch(
             restored=point, source=kind,  # type: ignore[arg-type]  # narrowed above
