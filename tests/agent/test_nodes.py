@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from forked import Agent, Start, alive, rendezvous, wait_for
 
+from everstep.agent import line as lines
 from everstep.core import exits
 
 SCRIPT = """
@@ -104,6 +106,50 @@ def test_without_the_leaders_agent_the_others_stop_with_a_clear_error(start: Sta
     wait_for(lambda: not any(alive(pid) for pid in workers))
 
 
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_the_others_give_up_where_the_leaders_agent_hangs_and_a_worker_dies(
+    start: Start, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(lines, "SILENT_SECONDS", 2.0)
+    leader, follower = _two(start, backend)
+    keeper = int(str(follower.events("keeper.started")[-1].facts["pid"]))
+    mine = [int(printed.split()[-1]) for printed in follower.printed()]
+    leader.kill(signal.SIGSTOP)
+    os.kill(mine[0], signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in mine), follower.said)
+    assert follower.wait() == exits.FAILED
+    assert "has not answered for 2 s" in follower.said()
+    assert "start the job again on all nodes" in follower.said()
+    assert "Traceback" not in follower.said()
+    assert alive(keeper), "its memory is what the job goes on from"
+
+
+def test_a_signal_is_heard_while_the_leaders_agent_hangs(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "SILENT_SECONDS", 600.0)
+    leader, follower = _two(start, "c10d")
+    mine = [int(printed.split()[-1]) for printed in follower.printed()]
+    leader.kill(signal.SIGSTOP)
+    follower.kill(signal.SIGTERM)
+    wait_for(lambda: not any(alive(pid) for pid in mine), follower.said)
+    follower.kill(signal.SIGTERM)  # what waits for the store now obeys as well
+    assert follower.wait() == exits.PREEMPTED
+
+
+def test_healthy_workers_train_on_while_the_leaders_agent_hangs(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lines, "SILENT_SECONDS", 1.0)
+    leader, follower = _two(start, "c10d")
+    leader.kill(signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_for(lambda: time.monotonic() >= stopped + 2.5)
+    leader.kill(signal.SIGCONT)
+    (tmp_path / "go").touch()
+    assert [leader.wait(), follower.wait()] == [0, 0], leader.said() + follower.said()
+
+
 def test_a_node_that_never_comes_is_a_clear_error(start: Start) -> None:
     flags = rendezvous("c10d")[0]
     flags[-1] += ",join_timeout=1"
@@ -113,9 +159,23 @@ def test_a_node_that_never_comes_is_a_clear_error(start: Start) -> None:
     assert "Traceback" not in agent.said()
 
 
+def _two(start: Start, backend: str) -> tuple[Agent, Agent]:
+    """The leader, whose agent holds the rendezvous' store, and the other one; their workers run."""
+    flags = rendezvous(backend)
+    script = SCRIPT.replace("DEATHS", "0")
+    leader = start(*flags[0], script=script)
+    leader.until(lambda: _hosts_store(leader, flags[0]))
+    follower = start(*flags[1], script=script)
+    both = [leader, follower]
+    wait_for(lambda: len(begun(both)) == 4, lambda: leader.said() + follower.said())
+    assert {printed.split()[1] for printed in leader.printed()} == {"0"}
+    return leader, follower
+
+
 def _hosts_store(agent: Agent, flags: list[str]) -> bool:
     """Whether the process listens on the rendezvous' port."""
-    port = int(flags[flags.index("--rdzv-endpoint") + 1].rpartition(":")[2])
+    name = "--rdzv-endpoint" if "--rdzv-endpoint" in flags else "--master-port"
+    port = int(flags[flags.index(name) + 1].rpartition(":")[2])
     listening = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{agent.pid}/net/{table}").read_text().splitlines()[1:]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from everstep.agent.decide import AttemptEnd, Decision, History
+from everstep.agent.line import SILENT_SECONDS, StoreSilent
 from everstep.agent.rendezvous import LEADER_SECONDS, NodeEnd, Round, Verdict, poll
 from everstep.errors import AgentError
 
@@ -23,10 +24,6 @@ REPLACED_SECONDS = 3.0
 PARTING_SECONDS = 5.0
 BEAT_SECONDS = 2.0
 """Between two signs of life of an agent."""
-SILENT_SECONDS = 60.0
-"""Without a sign of life of an agent until its node counts as lost. What its workers do is not
-bounded: an agent that lives is waited for."""
-
 T = TypeVar("T")
 Clock = Callable[[], float]
 
@@ -53,6 +50,7 @@ def gather_ends(
     """The leader: what the nodes said, once all have, or one failed and the rest had their time.
 
     A node whose agent has shown no life for ``SILENT_SECONDS`` has failed: it died without a word.
+    What its workers do is not bounded: an agent that lives is waited for.
     """
     silence, lost = Silence(round_, clock), set[int]()
     while not _all_ended(round_) and not round_.failed():
@@ -151,7 +149,8 @@ def _beat(round_: Round, over: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):  # the store has gone: the agent itself sees that
         while True:
             count += 1
-            round_.say_alive(count)
+            with contextlib.suppress(StoreSilent):  # training goes on, and the store may come back
+                round_.say_alive(count)
             if over.wait(BEAT_SECONDS):
                 return
 

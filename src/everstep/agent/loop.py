@@ -21,6 +21,7 @@ from everstep.agent import agree, report, torch_events, workers
 from everstep.agent.decide import AttemptEnd, Decision, History, decide
 from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.keeper import NodeKeeper, claim_index, hold_index
+from everstep.agent.line import StoreSilent
 from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import (
@@ -146,6 +147,8 @@ class Agent:
             round_ = self._meeting.again()
             try:
                 self._enter(round_, AGAIN_SECONDS)
+            except StoreSilent:
+                raise
             except AgentError:
                 # An agent has died since the verdict: torch's rendezvous waits for another.
                 return self._meet()
@@ -343,6 +346,7 @@ class Agent:
     def _close(self) -> None:
         self._keeper.close()
         self._owner.close()
+        self._meeting.close()
         self._number_lock.close()
 
     # -- what is handed on

@@ -3,12 +3,16 @@
 Owns: torch's rendezvous handler and the keys everstep keeps in its store. Never does: start
 workers, decide. Called by: the loop.
 
+torch's store stands in one of the agents: where there are several, it is asked through a
+:class:`~everstep.agent.line.Line` alone, so that an agent that hangs does not stop the others.
+
 One round is one attempt. All of a round's keys stand under a prefix of their own, so nothing that
 an earlier attempt wrote is ever read. The node of group rank 0 leads: it alone claims and decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +35,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from everstep.agent.decide import WorkerEnd
+from everstep.agent.line import Keys, Line, StoreSilent
 from everstep.errors import AgentError
 
 POLL_SECONDS = 0.005
@@ -46,8 +51,12 @@ LEADER_SECONDS = 60.0
 _NODE, _PLAN, _FAILED, _END, _DECISION = "node/", "plan", "failed", "end/", "decision"
 _PARTED, _ALIVE = "parted/", "alive/"
 _STATIC_ROUND = "everstep/round"
+_LEFT: list[RendezvousHandler] = []
+"""Handlers that were in use: collected, one would join its heartbeat, which hangs where the store
+does."""
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 class NodeEntry(msgspec.Struct, frozen=True):
@@ -139,7 +148,7 @@ class Round:
     after :meth:`enter`; ``rank`` is that of the rendezvous, ``nodes`` is how many met. Node 0
     leads."""
 
-    def __init__(self, store: Store, rank: int, nodes: int, addr: str, port: int) -> None:
+    def __init__(self, store: Keys, rank: int, nodes: int, addr: str, port: int) -> None:
         self._store = store
         self.rank = rank
         self.node = rank
@@ -241,6 +250,7 @@ class Meeting:
         self._config = config
         self._handler = _handler(config)
         self.alone = config.max_nodes == 1
+        self.line = None if self.alone else Line(config.rdzv_endpoint)
         self.static = self._handler.get_backend() == "static"
         self._last: Round | None = None
         self._rounds = 0
@@ -270,12 +280,13 @@ class Meeting:
         assert info is not None, "torch's handlers always give the bootstrap address"
         self._base = met.store
         self._count(met.store, met.rank)
-        store = PrefixStore(f"everstep/{self._number}", met.store)
+        store = self._keys(PrefixStore(f"everstep/{self._number}", met.store))
         round_ = Round(store, met.rank, met.world_size, info.master_addr, info.master_port)
         if met.rank == 0:
             # torch writes these keys in its first round alone; a node that joins later waits for
             # them inside its own first round.
-            RendezvousStoreInfo.build(0, met.store, round_.master_addr, round_.master_port)
+            addr, port = round_.master_addr, round_.master_port
+            self._ask(lambda: RendezvousStoreInfo.build(0, met.store, addr, port))
         round_.port_is_used = self._rounds > 0 or not (self.alone or self.static)
         self._rounds += 1
         self._last = round_
@@ -289,8 +300,8 @@ class Meeting:
         assert base is not None, "met again before the first meeting"
         self._number += 1
         if self.static and last.rank == 0:
-            base.set(_STATIC_ROUND, str(self._number))
-        store = PrefixStore(f"everstep/{self._number}", base)
+            self._keys(base).set(_STATIC_ROUND, str(self._number))
+        store = self._keys(PrefixStore(f"everstep/{self._number}", base))
         round_ = Round(store, last.rank, last.nodes, last.master_addr, last.master_port)
         round_.port_is_used = True
         self._last = round_
@@ -303,7 +314,20 @@ class Meeting:
     def leave(self, *, for_good: bool) -> None:
         """Part. ``for_good`` closes the rendezvous for every other agent too."""
         if for_good:
-            self._handler.shutdown()
+            with contextlib.suppress(StoreSilent):  # nobody is there to be told
+                self._ask(self._handler.shutdown)
+
+    def close(self) -> None:
+        """Let go of the store; it may hang."""
+        if self.line is not None:
+            self.line.close()
+            _LEFT.append(self._handler)
+
+    def _keys(self, store: Store) -> Keys:
+        return store if self.line is None else self.line.keys(store)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return call() if self.line is None else self.line.ask(call)
 
     def _count(self, store: Store, rank: int) -> None:
         """Choose what tells this round's keys from those of the rounds before.
@@ -315,24 +339,25 @@ class Meeting:
             self._number = 0
         elif rank == 0:
             self._number += self._rounds > 0
-            store.set(_STATIC_ROUND, str(self._number))
+            self._keys(store).set(_STATIC_ROUND, str(self._number))
         else:
             self._number = self._number + 1 if self._rounds else self._rejoin(store, rank)
 
     def _rejoin(self, store: Store, node: int) -> int:
         """The round that a new agent of this node enters: an agent before it that was in the
         current round is dead, so that round is over."""
-        current = int(store.get(_STATIC_ROUND))
-        entered = PrefixStore(f"everstep/{current}", store)
+        keys = self._keys(store)
+        current = int(keys.get(_STATIC_ROUND))
+        entered = self._keys(PrefixStore(f"everstep/{current}", store))
         if not entered.check([f"{_NODE}{node}"]):
             return current
         entered.set(_FAILED, str(node))
-        if not poll(lambda: int(store.get(_STATIC_ROUND)) > current, PLAN_SECONDS):
+        if not poll(lambda: int(keys.get(_STATIC_ROUND)) > current, PLAN_SECONDS):
             raise AgentError(
                 f"node {node}: the leader did not begin another attempt.",
                 hint="Its agent died or hangs; start the job again on all nodes.",
             )
-        return int(store.get(_STATIC_ROUND))
+        return int(keys.get(_STATIC_ROUND))
 
     def refresh_port(self, round_: Round) -> None:
         """The leader's duty: a new store for the workers of this attempt. In the last one's,

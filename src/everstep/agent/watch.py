@@ -10,6 +10,7 @@ import math
 import select
 import signal
 import time
+from concurrent.futures import Future
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -100,6 +101,7 @@ class Watch:
         self._told = False
         self._unreachable = ""
         self._next_look = 0.0
+        self._looking: Future[tuple[bool, bool]] | None = None
         self._next_keeper = math.inf
         self._told_keeper = False
         self._stopped_by: int | None = None
@@ -139,8 +141,11 @@ class Watch:
         for fd in (*self._workers.descriptors, *self._keeper.descriptors, self._owner.fileno()):
             waiting.register(fd, select.POLLIN)
         waiting.register(self._signals.fileno(), select.POLLIN)
+        if self._meeting.line is not None:
+            waiting.register(self._meeting.line.fileno(), select.POLLIN)
         now = time.monotonic()
-        due = min(self._kill_at, self._next_look, self._next_keeper)
+        next_look = self._next_look if self._looking is None else math.inf
+        due = min(self._kill_at, next_look, self._next_keeper)
         if self._workers.must_be_polled:
             due = min(due, now + self._listen_every)
         waiting.poll(max(0.0, due - now) * 1000 if due < math.inf else None)
@@ -232,25 +237,38 @@ class Watch:
             )
 
     def _look_at_nodes(self, now: float) -> None:
-        if self._round.nodes == 1 and self._meeting.alone:
+        """Ask how the other nodes are, or take the answer: their store is never waited for here."""
+        line = self._meeting.line
+        if line is None:
             self._next_look = math.inf
             return
-        if now < self._next_look:
-            return
-        self._next_look = now + self._listen_every
-        try:
-            self._hear_nodes(now)
-        except (RendezvousError, RuntimeError) as gone:
-            # torch's store is in the process of one of the agents, and that is dead.
-            self._unreachable = str(gone)
-            self._next_look = math.inf
-            self._kill_by(now, "the other nodes cannot be reached any more")
+        line.heard()
+        if self._looking is not None and self._looking.done():
+            looking, self._looking = self._looking, None
+            try:
+                self._hear_nodes(*looking.result(), now)
+            except (RendezvousError, RuntimeError) as gone:
+                # torch's store is in the process of one of the agents, and that is dead.
+                self._unreachable = str(gone)
+                self._next_look = math.inf
+                self._kill_by(now, "the other nodes cannot be reached any more")
+        elif self._looking is None and now >= self._next_look:
+            self._next_look = math.inf if self._told else now + self._listen_every
+            if not self._told:
+                self._looking = line.submit(self._read_nodes)
 
-    def _hear_nodes(self, now: float) -> None:
-        if not self._told and self._round.failed():
+    def _read_nodes(self) -> tuple[bool, bool]:
+        """Whether a worker of another node has failed, and whether a node waits to join."""
+        failed = self._round.failed()
+        return failed, not failed and self._meeting.members_wait()
+
+    def _hear_nodes(self, failed: bool, wait: bool, now: float) -> None:
+        if self._told:
+            return
+        if failed:
             self._told = True
             self._kill_by(now, "a worker of another node failed")
-        elif not self._told and self._meeting.members_wait():
+        elif wait:
             self._members_changed = True
             self._tell_nodes()
             self._kill_by(now, "a node waits to join")
@@ -260,7 +278,9 @@ class Watch:
     def _tell_nodes(self) -> None:
         if not self._told and self._round.nodes > 1:
             self._told = True
-            self._round.say_failed()
+            line = self._meeting.line
+            assert line is not None, "several nodes always have a line"
+            line.submit(self._round.say_failed)  # where it fails, saying how this node ended does
 
     def _kill_by(self, when: float, why: str) -> None:
         if when < self._kill_at:
