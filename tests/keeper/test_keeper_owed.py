@@ -395,6 +395,55 @@ def test_snapshot_that_many_attempts_go_on_from_keeps_its_link() -> None:
     assert Point(20, 2) in life.stored()
 
 
+def test_store_that_comes_back_to_the_same_keeper_gets_no_branch_that_nobody_needs() -> None:
+    life = Life(Shelf({1: None}))
+    life.held = _held(0, Point(5, 1))
+    for attempt in range(2, 25):
+        life.begin(attempt)
+        life.cut(10 * attempt)
+    life.shelf.away = False
+    assert life.begin(25) == Point(240, 24)
+    life.tick(3)
+    assert life.shelf.refused == []
+    assert {1, 24, 25} <= limits(life.shelf.branches).keys()
+    assert len(life.shelf.branches) <= 5
+
+
+def test_branch_that_an_earlier_keeper_may_have_written_is_never_left_out() -> None:
+    """S6: it wrote that of attempt 4 and a checkpoint with it, and the next cannot know."""
+    life = Life(Shelf({1: None}))
+    life.held = _held(0, Point(5, 1))
+    for attempt in range(2, 5):
+        life.begin(attempt)
+        life.cut(10 * attempt)
+    life.shelf.away = False
+    life.tick(10)
+    assert 4 in life.shelf.branches
+    life.shelf.away = True
+    life.keeper_dies()
+    for attempt in range(5, 12):
+        life.begin(attempt)
+        life.cut(10 * attempt)
+    life.shelf.away = False
+    life.tick(10)
+    assert life.shelf.refused == []
+    assert {1, 4, 11} <= limits(life.shelf.branches).keys()
+
+
+def test_owed_branches_of_a_life_that_gave_way_to_the_store_are_owed_no_more() -> None:
+    """Attempt 6 went on from a broken chain blindly, and ended before the store was back."""
+    life = Life(Shelf({1: None}, (facts.Candidate(Point(3, 1), 1),)))
+    life.page.note_elections([WentOn(5, "memory", Point(60, 4), 1)])
+    life.held = _held(0, Point(90, 5))
+    assert life.begin(6) == Point(90, 5)
+    life.cut(95)
+    life.shelf.away = False
+    assert life.begin(7) == Point(3, 1)
+    life.tick(20)
+    assert life.shelf.branches == {1: None, 7: Point(3, 1)}
+    assert life.story.coordinator.election.owed == []
+
+
 def test_chain_that_is_broken_gives_way_to_the_store() -> None:
     """S6: the point's own attempt is known, but not the one before it."""
     life = Life(Shelf({1: None}, (facts.Candidate(Point(3, 1), 1),), away=False))
@@ -499,3 +548,12 @@ def test_missing_link_is_where_the_chain_ends_early(attempt: int, missing: int |
         2: None, 3: Point(4, 2), 4: Point(3, 1), 6: Point(8, 5), 7: Point(9, 6), 9: Point(9, 9)
     }  # fmt: skip
     assert missing_link(attempt, said, stored={1}) == missing
+
+
+def test_root_that_is_made_for_lack_of_knowledge_says_so_in_the_store(tmp_path: Path) -> None:
+    storing = Storing(str(tmp_path), "job")
+    storing.write_branch(4, None, "rooted", 1, {})
+    storing.write_branch(5, Point(60, 4), "memory", 1, {})
+    root = storing.job().branches()[4]
+    assert (root.source, root.restored) == ("fresh", None)
+    assert "not known any more" in root.fresh_reason
