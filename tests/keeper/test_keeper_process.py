@@ -444,7 +444,7 @@ def test_world_size_that_changed_is_refused_to_all(place: Place) -> None:
         for worker in workers:
             worker.link.close()
         agent.begin(2, ((0,),))
-        with pytest.raises(WorldChanged, match="1 ranks"):
+        with pytest.raises(WorldChanged, match="1 rank,"):
             Worker(place, attempt=2).ask()
 
 
