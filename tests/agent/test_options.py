@@ -64,7 +64,9 @@ def test_a_store_or_job_that_the_agent_was_not_told_is_refused_with_the_flags(
 ) -> None:
     agent = start("--nproc-per-node", "2", *FORKED, script=script(options))
     assert agent.wait() == exits.REFUSED, agent.said()
-    assert agent.said().count(f"`everstep run {flags} ...`") == 1, agent.said()
+    # torch may log what a forked worker raised before it is stopped.
+    ours = [line for line in agent.said().splitlines() if "torch/distributed" not in line]
+    assert "\n".join(ours).count(f"`everstep run {flags} ...`") == 1, agent.said()
     assert len(agent.events("attempt.started")) == 1
 
 

@@ -35,7 +35,8 @@ class AwayPlace(Place):
     def settings(self, node: int = 0) -> Settings:
         plan = self.folder / "plan.json"
         fault = BackendFault("fail", "create", "/branch", times=0, during=str(self.away))
-        plan.write_bytes(msgspec.json.encode([fault]))
+        if not plan.exists():  # a keeper may be reading it
+            plan.write_bytes(msgspec.json.encode([fault]))
         url = f"faulty+file://{quote(str(self.folder / 'store'))}?plan={quote(str(plan))}"
         return dataclasses.replace(super().settings(node), store=url)
 
