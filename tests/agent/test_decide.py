@@ -1,4 +1,4 @@
-"""The rules after an attempt's end (DESIGN section 9), all of them pure."""
+"""The rules after an attempt's end, all of them pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_three_attempts_without_progress_stop_with_their_own_code() -> None:
 
 
 def test_an_attempt_that_restored_a_later_step_begins_the_count_anew() -> None:
-    """DESIGN section 9. All die before they come as far as the first did."""
+    """All die before they come as far as the first did."""
     early = [died(step, finished=400) if step == 0 else died(step) for step in (0, 10, 10, 10)]
     assert run([*early, died(20), died(20), died(20), died(20)]) == (8, exits.NO_PROGRESS)
     assert run([*early, died(10), died(20)]) == (5, exits.NO_PROGRESS)

@@ -1,4 +1,4 @@
-"""Progress as real workers make it (DESIGN section 9)."""
+"""Progress as real workers make it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """After an attempt's end: go on, or stop with which code.
 
-Owns: the rules of DESIGN section 9 about progress, and the meaning of the workers' exit codes.
+Owns: the rules of progress, and the meaning of the workers' exit codes.
 Pure: records in, a record out; no clock, no process. Called by: the loop.
 """
 
@@ -177,7 +177,7 @@ def _judge(end: AttemptEnd, history: History) -> History:
     """Count the attempt.
 
     One that comes further than all before it, or restores a later step than the one before
-    (DESIGN section 9), is progress. One that ends at exactly the furthest step again is none,
+   , is progress. One that ends at exactly the furthest step again is none,
     whatever it restored, and shows that the first to end there was none either: so a script that
     always fails at the same step gets three attempts, no matter when a snapshot came between.
     """

@@ -321,7 +321,7 @@ class Server:
             self._selector.register(self._agent_pidfd, selectors.EVENT_READ, self._agent_died)
 
     def _agent_died(self, _: object, __: int) -> None:
-        """Its workers must not go on without it: nobody would restart them (DESIGN section 9).
+        """Its workers must not go on without it: nobody would restart them.
         One that has begun nothing has none."""
         self._drop_agent_pidfd()
         if self._leaving or not self._attempt.begun_by(self._agent_process):
