@@ -176,10 +176,10 @@ def _first(end: AttemptEnd) -> str:
 def _judge(end: AttemptEnd, history: History) -> History:
     """Count the attempt.
 
-    One that comes further than all before it, or restores a later step than the one before
-   , is progress. One that ends at exactly the furthest step again is none,
-    whatever it restored, and shows that the first to end there was none either: so a script that
-    always fails at the same step gets three attempts, no matter when a snapshot came between.
+    One that comes further than all before it, or restores a later step than the one before, is
+    progress. One that ends at exactly the furthest step again is none, whatever it restored, and
+    shows that the first to end there was none either: so a script that always fails at the same
+    step gets three attempts, no matter when a snapshot came between.
     """
     later = end.restored > history.last_restored
     if end.furthest > history.furthest:
