@@ -113,8 +113,15 @@ class Peak:
             if looks % 10 == 0:
                 pids = bearers(self._mark)  # processes come and go; /proc is slow to search
             looks += 1
-            self.bytes = max(self.bytes, sum(_pss_or_none(pids)))
+            self.bytes = max(self.bytes, _pss_of(pids))
             self._end.wait(self._every)
+
+
+def _pss_of(pids: Sequence[int]) -> int:
+    """Of all together. They are read one after another, and a page that a second process maps
+    meanwhile would count twice or not at all: so once forth and once back, and the mean."""
+    forth = sum(_pss_or_none(pids))
+    return (forth + sum(_pss_or_none(reversed(pids)))) // 2
 
 
 def _pss_or_none(pids: Iterable[int]) -> Iterator[int]:
