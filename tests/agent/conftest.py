@@ -10,6 +10,13 @@ from pathlib import Path
 import pytest
 from forked import Agent, Start, fork
 
+_WHOLE_LINES = (
+    "import os as _os; "
+    "print = lambda *words, **_: _os.write(1, (' '.join(map(str, words)) + '\\n').encode())"
+)
+"""torchrun starts workers with ``python -u``, whose print writes word by word: lines of two ranks
+would run into each other."""
+
 
 @pytest.fixture
 def start(tmp_path: Path, job_environment: dict[str, str]) -> Iterator[Start]:
@@ -20,7 +27,8 @@ def start(tmp_path: Path, job_environment: dict[str, str]) -> Iterator[Start]:
         line = list(arguments)
         if script:
             path = tmp_path / "script.py"
-            path.write_text(script)
+            # On the empty first line, so that the script's own lines keep their numbers.
+            path.write_text(_WHOLE_LINES + script if script.startswith("\n") else script)
             line.append(str(path))
         agent = fork(tmp_path, len(agents), line, {**job_environment, **variables})
         agents.append(agent)
@@ -31,3 +39,6 @@ def start(tmp_path: Path, job_environment: dict[str, str]) -> Iterator[Start]:
         if agent.code is None:
             os.kill(agent.pid, signal.SIGKILL)
             agent.wait()
+    # A killed agent's workers are its keeper's to end, which the test may have killed as well.
+    for agent in agents:
+        agent.end_workers()

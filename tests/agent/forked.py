@@ -70,6 +70,13 @@ class Agent:
                 assert line is lines[-1], "only the last line may still be in the writing"
         return [event for event in found if event.kind == kind]
 
+    def end_workers(self) -> None:
+        """End what is left of all workers that were started in this test's folder."""
+        for event in self.events("workers.started"):
+            for pid in event.facts["pids"].values():  # type: ignore[attr-defined]  # a dict
+                if _runs_in(pid, self.out.parent):
+                    os.kill(pid, signal.SIGKILL)
+
     def until(self, ready: Callable[[], object]) -> None:
         """Wait for a condition."""
         wait_for(ready, self.said)
@@ -112,6 +119,13 @@ def fork(folder: Path, number: int, line: list[str], environment: Mapping[str, s
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _runs_in(pid: int, folder: Path) -> bool:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd")) == folder.resolve()
+    except OSError:
+        return False
 
 
 def alive(pid: int) -> bool:
