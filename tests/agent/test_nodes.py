@@ -133,7 +133,13 @@ def test_a_signal_is_heard_while_the_leaders_agent_hangs(
     leader.kill(signal.SIGSTOP)
     follower.kill(signal.SIGTERM)
     wait_for(lambda: not any(alive(pid) for pid in mine), follower.said)
-    follower.kill(signal.SIGTERM)  # what waits for the store now obeys as well
+
+    def obeys() -> bool:
+        """What waits for the store by now; a signal that comes before that is the watch's."""
+        follower.kill(signal.SIGTERM)
+        return not alive(follower.pid)
+
+    wait_for(obeys, follower.said)
     assert follower.wait() == exits.PREEMPTED
 
 
