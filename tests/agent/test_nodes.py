@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,8 +18,7 @@ SCRIPT = """
 import os, signal, time
 names = ("TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE",
          "GROUP_WORLD_SIZE", "EVERSTEP_ATTEMPT", "EVERSTEP_KEEPER")
-line = " ".join([*(os.environ[name] for name in names), str(os.getpid())])
-os.write(1, f"{line}\\n".encode())  # one write, so that no other rank's line cuts into it
+print(*(os.environ[name] for name in names), os.getpid())
 count, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 open(f"up-{count}-{rank}", "w").close()
 def wait_for(path):
@@ -118,7 +118,9 @@ def test_the_others_give_up_where_the_leaders_agent_hangs_and_a_worker_dies(
     os.kill(mine[0], signal.SIGKILL)
     wait_for(lambda: not any(alive(pid) for pid in mine), follower.said)
     assert follower.wait() == exits.FAILED
-    assert "has not answered for 2 s" in follower.said()
+    waited = re.search("has not answered for ([0-9]+) s", follower.said())
+    assert waited is not None, follower.said()
+    assert int(waited[1]) >= 2, "the limit, and on a busy machine a turn more"
     assert "start the job again on all nodes" in follower.said()
     assert "Traceback" not in follower.said()
     assert alive(keeper), "its memory is what the job goes on from"

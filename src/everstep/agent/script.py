@@ -50,6 +50,5 @@ def _compile(name: str) -> None:
             compile(Path(name).read_bytes(), name, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as bad:
         said = "".join(traceback.format_exception_only(bad)).rstrip()
-        raise UsageError(
-            f"the script {name} is not valid Python, nothing was started:\n{said}"
-        ) from (bad)
+        what = f"the script {name} is not valid Python, nothing was started:\n{said}"
+        raise UsageError(what) from bad
