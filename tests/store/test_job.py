@@ -248,7 +248,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(job: Job) -> None:
         with pytest.raises((UsageError, CommitRefused)):
             job.write_rank(broken, facts={}, unique="u")
     with pytest.raises(UsageError, match="digests"):
-        job.write_rank(part, facts={}, unique="u", digests=[b"x"])
+        job.write_rank(part, facts={}, unique="u", digests=lambda: [b"x"])
     with pytest.raises(BadName):
         job.write_rank(part, facts={}, unique="../x")
     assert job.checkpoints() == []
@@ -261,7 +261,14 @@ def test_digests_and_progress_of_the_caller(job: Job) -> None:
     part = snapshot(5, 1, 0, 1)
     known = [digest(part.payload[at : at + n]) for _, at, n in chunk_extents(part.layout, 64)]
     seen: list[int] = []
-    job.write_rank(part, facts={}, unique="u", digests=known, on_progress=seen.append)
+    asked_after: list[int] = []
+
+    def digests() -> list[bytes]:
+        asked_after.append(sum(seen))
+        return known
+
+    job.write_rank(part, facts={}, unique="u", digests=digests, on_progress=seen.append)
+    assert [at >= len(part.payload) for at in asked_after] == [True], "asked when it is written"
     job.try_commit(Point(5, 1), 1)
     checkpoint = job.open_checkpoint(Point(5, 1))
     assert sum(seen) == checkpoint.indexes[0].packs[0].length

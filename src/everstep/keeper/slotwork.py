@@ -6,6 +6,7 @@ Owns: which slots threads read now. Never does: decide, answer workers. Called b
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 from typing import NamedTuple
 
 from everstep.core.points import reach
@@ -51,26 +52,35 @@ class SlotWork:
         self._background = background
         self._tell = tell
         self._idle = idle
+        self._digesting: dict[SlotName, Event] = {}
 
     def digest(self, command: commands.Digest) -> None:
         name = SlotName(command.rank, command.index)
         over = facts.Digested(command.node, command.rank, command.index)
         chunk_bytes = self._storing.chunk_bytes
+        ended = self._digesting[name] = Event()
+
+        def work(slots: list[Slot]) -> None:
+            try:
+                write_digests(slots[0], chunk_bytes)
+            finally:
+                ended.set()
 
         def failed(error: EverstepError) -> None:
+            ended.set()
             self._journal.say("digest.failed", str(error), level="warning", rank=command.rank)
             self._tell(over)
 
-        self._read(
-            "digest",
-            (name,),
-            lambda slots: write_digests(slots[0], chunk_bytes),
-            lambda _: self._tell(over),
-            failed,
-        )
+        self._read("digest", (name,), work, lambda _: self._tell(over), failed)
 
     def persist(self, command: commands.Persist, writer: Writer) -> None:
         rank, index, point, node = command.rank, command.index, command.point, command.node
+        name = SlotName(rank, index)
+        digesting = self._digesting.get(name)
+
+        def digested() -> None:
+            if digesting is not None:
+                digesting.wait()
 
         def failed(error: EverstepError) -> None:
             superseded = isinstance(error, Superseded)
@@ -80,9 +90,9 @@ class SlotWork:
 
         self._read(
             f"persist-{rank % PERSIST_LANES}",
-            (SlotName(rank, index),),
+            (name,),
             lambda slots: self._storing.persist(
-                slots[0], point, writer.allowed, writer.agents, writer.facts
+                slots[0], point, writer.allowed, writer.agents, writer.facts, digested
             ),
             lambda nbytes: self._tell(facts.RankPersisted(node, rank, index, point, nbytes)),
             failed,

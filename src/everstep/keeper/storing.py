@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from everstep.core.ids import Point
 from everstep.core.points import reach
@@ -127,9 +127,16 @@ class Storing:
     # -- persist
 
     def persist(
-        self, slot: Slot, point: Point, allowed: int, agents: Collection[str], facts: dict[str, str]
+        self,
+        slot: Slot,
+        point: Point,
+        allowed: int,
+        agents: Collection[str],
+        facts: dict[str, str],
+        digested: Callable[[], None],
     ) -> int:
-        """Store one rank's part; bytes of it. ``allowed`` is the highest attempt served.
+        """Store one rank's part; bytes of it. ``allowed`` is the highest attempt served;
+        ``digested`` returns once nobody is digesting the slot, which goes on beside the write.
 
         Raises :class:`Superseded` where a stranger claimed a higher one.
         """
@@ -140,7 +147,11 @@ class Storing:
         try:
             if Point(snapshot.step, snapshot.attempt) != point:
                 raise CorruptObject(f"the slot does not hold {point} any more.")
-            known = known_digests(slot, job.chunk_bytes) if self._same_digest else None
+
+            def known() -> list[bytes] | None:
+                digested()
+                return known_digests(slot, job.chunk_bytes) if self._same_digest else None
+
             reach("keeper.persist.before_pack")
             job.write_rank(snapshot, facts=facts, unique=secrets.token_hex(8), digests=known)
             reach("keeper.persist.after_index")

@@ -113,14 +113,15 @@ class Job:
         *,
         facts: Mapping[str, str],
         unique: str,
-        digests: Sequence[bytes] | None = None,
+        digests: Callable[[], Sequence[bytes] | None] | None = None,
         on_progress: Callable[[int], None] = _no_progress,
     ) -> str:
         """Write one rank's pack and index; the index's key. Done already is success.
 
-        ``unique`` is drawn anew for each try (letters and digits). ``digests`` are those of
-        ``chunk_extents(snapshot.layout, chunk_bytes)``, where the caller has them. ``on_progress``
-        gets the bytes of each slice (8 MiB) when it was written. Check the claim before.
+        ``unique`` is drawn anew for each try (letters and digits). ``digests`` gives
+        those of ``chunk_extents(snapshot.layout, chunk_bytes)``, or None, once the payload is
+        written: they may be taken meanwhile. Without it they are taken here. ``on_progress`` gets
+        the bytes of each slice (8 MiB) when it was written. Check the claim before.
         """
         return write.write_rank(
             self._folder,

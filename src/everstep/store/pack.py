@@ -24,6 +24,13 @@ SLICE_BYTES = 8 << 20
 Progress = Callable[[int], None]
 """Called with the bytes handed over since the last call."""
 
+Digests = Callable[[], Sequence[bytes] | None]
+"""The digests of the payload's chunks in the order of ``chunks.chunk_extents``, or None where
+they must be taken from the payload. May wait for whoever takes them."""
+
+Entries = tuple[tuple[ChunkEntry, ...], tuple[ChunkEntry, ...]]
+"""The records of the payload's and of the state's chunks."""
+
 
 class Places(NamedTuple):
     """Offsets in a pack, in bytes."""
@@ -42,7 +49,7 @@ def places(layout: RankLayout, state_bytes: int) -> Places:
 
 def entries(
     snapshot: Snapshot, chunk_bytes: int, digest: Digest, known: Sequence[bytes] | None
-) -> tuple[tuple[ChunkEntry, ...], tuple[ChunkEntry, ...]]:
+) -> Entries:
     """The records of the payload's and the state's chunks, all in pack 0.
 
     ``known`` are digests of the payload's chunks in the order of ``chunks.chunk_extents``; there
@@ -67,7 +74,8 @@ def entries(
     return payload, state
 
 
-def footer_of(job: str, snapshot: Snapshot, layout: RankLayout, parts: _Entries) -> Footer:
+def footer_of(job: str, snapshot: Snapshot, parts: Entries) -> Footer:
+    layout = snapshot.layout
     return Footer(
         job,
         point_of(snapshot),
@@ -87,22 +95,29 @@ def length_of(at: Places, footer: bytes) -> int:
     return at.footer_at + len(footer) + TRAILER_BYTES
 
 
-def stream(snapshot: Snapshot, footer: bytes, progress: Progress) -> Iterator[memoryview]:
-    """The pack's bytes in order, in slices of at most :data:`SLICE_BYTES`."""
-    at = places(snapshot.layout, len(snapshot.state))
-    parts = [
-        snapshot.payload[: at.payload_bytes],
-        memoryview(bytes(at.state_at - at.payload_bytes)),
-        snapshot.state,
-        memoryview(bytes(at.footer_at - at.state_at - at.state_bytes)),
-        memoryview(footer),
-        memoryview(records.encode_trailer(at.footer_at, len(footer))),
-    ]
-    for part in parts:
+def stream(
+    snapshot: Snapshot, footer: Callable[[], bytes], progress: Progress
+) -> Iterator[memoryview]:
+    """The pack's bytes in order, in slices of at most :data:`SLICE_BYTES`.
+
+    ``footer`` is asked for when all before it was handed over.
+    """
+    for part in _parts(snapshot, footer):
         for start in range(0, len(part), SLICE_BYTES):
             piece = part[start : start + SLICE_BYTES]
             yield piece
             progress(len(piece))
+
+
+def _parts(snapshot: Snapshot, footer: Callable[[], bytes]) -> Iterator[memoryview]:
+    at = places(snapshot.layout, len(snapshot.state))
+    yield snapshot.payload[: at.payload_bytes]
+    yield memoryview(bytes(at.state_at - at.payload_bytes))
+    yield snapshot.state
+    yield memoryview(bytes(at.footer_at - at.state_at - at.state_bytes))
+    end = footer()
+    yield memoryview(end)
+    yield memoryview(records.encode_trailer(at.footer_at, len(end)))
 
 
 def check_gaps(snapshot: Snapshot) -> None:
@@ -125,9 +140,6 @@ def _gaps(layout: RankLayout) -> Iterator[tuple[int, int]]:
             at = extent.payload_offset + extent.nbytes
     if layout.persist_bytes > at:
         yield at, layout.persist_bytes
-
-
-_Entries = tuple[tuple[ChunkEntry, ...], tuple[ChunkEntry, ...]]
 
 
 def point_of(snapshot: Snapshot) -> Point:

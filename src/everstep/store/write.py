@@ -6,7 +6,8 @@ Called by: job, on behalf of the keeper.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cached_property
 
 import msgspec
 
@@ -25,7 +26,7 @@ def write_rank(
     *,
     facts: Mapping[str, str],
     unique: str,
-    digests_known: Sequence[bytes] | None,
+    digests_known: pack.Digests | None,
     on_progress: pack.Progress,
 ) -> str:
     """Write the rank's pack and index; the index's key (relative to the job).
@@ -37,50 +38,75 @@ def write_rank(
     point, layout = pack.point_of(snapshot), snapshot.layout
     _check_allowed(folder, point)
     key = keys.index(point, layout.rank, layout.world)
-    index, footer = _plan(folder, snapshot, facts, unique, digests_known)
-    if _done_before(folder, key, index):
+    part = _Part(folder, snapshot, facts, keys.pack(point, layout.rank, unique), digests_known)
+    if _done_before(folder, key, part):
         return key
     pack.check_gaps(snapshot)
     points.reach("store.write.before_pack")
     folder.backend.create(
-        folder.key(index.packs[0].key), pack.stream(snapshot, footer, on_progress)
+        folder.key(part.pack_key), pack.stream(snapshot, part.proven_footer, on_progress)
     )
     points.reach("store.write.before_index")
-    if not folder.create(key, index) and not _done_before(folder, key, index):
+    if not folder.create(key, part.index) and not _done_before(folder, key, part):
         raise _conflict(folder, key)
     return key
 
 
-def _plan(
-    folder: Folder,
-    snapshot: Snapshot,
-    facts: Mapping[str, str],
-    unique: str,
-    known: Sequence[bytes] | None,
-) -> tuple[Index, bytes]:
-    layout, point = snapshot.layout, pack.point_of(snapshot)
-    state = _decode_state(snapshot)
-    digest = digests.digester(folder.settings.digest)
-    parts = pack.entries(snapshot, folder.settings.chunk_bytes, digest, known)
-    footer = records.encode(pack.footer_of(folder.job, snapshot, layout, parts))
-    length = pack.length_of(pack.places(layout, len(snapshot.state)), footer)
-    index = Index(
-        job=folder.job,
-        point=point,
-        layout=layout.layout,
-        world=layout.world,
-        rank=layout.rank,
-        facts=dict(facts),
-        chunk_bytes=folder.settings.chunk_bytes,
-        packs=(PackEntry(keys.pack(point, layout.rank, unique), length),),
-        extents=_extents(layout),
-        chunks=parts[0],
-        state_chunks=parts[1],
-        state_bytes=len(snapshot.state),
-        refs=tuple(ref_entry(ref) for ref in state.refs),
-    )
-    _check_own(index, folder)
-    return index, footer
+class _Part:
+    """A rank's records. What needs the digests is made when it is first asked for: the payload
+    is on its way to the disk by then, and its digests are taken meanwhile."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        snapshot: Snapshot,
+        facts: Mapping[str, str],
+        pack_key: str,
+        known: pack.Digests | None,
+    ) -> None:
+        self._folder = folder
+        self._snapshot = snapshot
+        self._facts = dict(facts)
+        self._known = known
+        self._state = _decode_state(snapshot)
+        self.pack_key = pack_key
+
+    @cached_property
+    def chunks(self) -> pack.Entries:
+        settings = self._folder.settings
+        known = self._known() if self._known is not None else None
+        digest = digests.digester(settings.digest)
+        return pack.entries(self._snapshot, settings.chunk_bytes, digest, known)
+
+    @cached_property
+    def footer(self) -> bytes:
+        return records.encode(pack.footer_of(self._folder.job, self._snapshot, self.chunks))
+
+    def proven_footer(self) -> bytes:
+        """The footer, once the index is known to be sound: else no pack comes to be."""
+        _check_own(self.index, self._folder)
+        return self.footer
+
+    @cached_property
+    def index(self) -> Index:
+        snapshot, layout = self._snapshot, self._snapshot.layout
+        payload, state = self.chunks
+        length = pack.length_of(pack.places(layout, len(snapshot.state)), self.footer)
+        return Index(
+            job=self._folder.job,
+            point=pack.point_of(snapshot),
+            layout=layout.layout,
+            world=layout.world,
+            rank=layout.rank,
+            facts=self._facts,
+            chunk_bytes=self._folder.settings.chunk_bytes,
+            packs=(PackEntry(self.pack_key, length),),
+            extents=_extents(layout),
+            chunks=payload,
+            state_chunks=state,
+            state_bytes=len(snapshot.state),
+            refs=tuple(ref_entry(ref) for ref in self._state.refs),
+        )
 
 
 def ref_entry(ref: TensorRef) -> RefEntry:
@@ -148,12 +174,12 @@ def _check_allowed(folder: Folder, point: Point) -> None:
         )
 
 
-def _done_before(folder: Folder, key: str, index: Index) -> bool:
+def _done_before(folder: Folder, key: str, part: _Part) -> bool:
     try:
         found = folder.read(key, Index)
     except ObjectMissing:
         return False
-    if _content(found) != _content(index):
+    if _content(found) != _content(part.index):
         raise _conflict(folder, key)
     return True
 
