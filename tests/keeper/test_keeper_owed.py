@@ -224,7 +224,7 @@ def test_branch_that_the_store_has_already_is_not_owed() -> None:
         facts.StoreRead(1, branched=True, branch_source="fresh", branches={1: None}),
         facts.Registered(0),
     )
-    assert story.coordinator.election.owed == []
+    assert story.coordinator.election.branches.owed == []
     assert story.coordinator.at.elected
 
 
@@ -360,7 +360,7 @@ def test_twenty_restarts_without_the_store_and_then_a_new_keeper(deaths: tuple[i
         if attempt in deaths:
             life.keeper_dies()
         assert life.begin(attempt) == life.held[0].point
-        assert len(life.story.coordinator.election.owed) <= 3 + 3 * len(deaths)
+        assert len(life.story.coordinator.election.branches.owed) <= 3 + 3 * len(deaths)
         life.cut(10 * attempt)
     life.keeper_dies()
     life.shelf.away = False
@@ -442,7 +442,7 @@ def test_owed_branches_of_a_life_that_gave_way_to_the_store_are_owed_no_more() -
     assert life.begin(7) == Point(3, 1)
     life.tick(20)
     assert life.shelf.branches == {1: None, 7: Point(3, 1)}
-    assert life.story.coordinator.election.owed == []
+    assert life.story.coordinator.election.branches.owed == []
 
 
 def test_chain_that_is_broken_gives_way_to_the_store() -> None:
@@ -496,7 +496,7 @@ def test_refusal_that_reading_the_store_does_not_explain_is_not_tried_again() ->
     out = life.story.tell(refused, *[facts.Tick()] * 30, seconds=10.0)
     assert not any(isinstance(c, commands.WriteBranch | commands.ReadStore) for c in out)
     assert len(life.story.events("branch.refused")) == 1
-    assert [one.attempt for one in election.owed] == [1]
+    assert [one.attempt for one in election.branches.owed] == [1]
 
 
 def test_store_that_is_not_writable_is_tried_again_after_a_minute() -> None:

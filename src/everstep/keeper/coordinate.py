@@ -6,6 +6,7 @@ result means to another. Never does: I/O, clocks, threads. Called by: server.
 
 from __future__ import annotations
 
+from everstep.keeper.branches import Branches
 from everstep.keeper.commands import Command
 from everstep.keeper.cuts import Cuts
 from everstep.keeper.durable import Durable
@@ -60,7 +61,7 @@ class Coordinator:
         self.at = Situation()
         self.durable = Durable(self.at)
         self.cuts = Cuts(self.at, self.durable.completed, self.durable.lost)
-        self.election = Election(self.at, self._elected)
+        self.election = Election(self.at, self._elected, Branches(self.at))
         self.stop = Stop(self.at, self._stopping, self._stop_failed)
 
     def handle(self, fact: AnyFact, now: float) -> list[Command]:

@@ -1,6 +1,7 @@
 """What the attempt goes on from: one candidate at a time, the same for all ranks (R5, R6).
 
-Owns: the candidates, the offer, the votes, the branch. Never does: I/O. Called by: coordinate.
+Owns: the candidates, the offer, the votes. Never does: I/O; know what the store has of other
+attempts (branches). Called by: coordinate.
 
 The order is: the newest snapshot that all ranks hold in memory (where it is not older than the
 newest checkpoint), then the checkpoints newest first, then, if none is expected, nothing.
@@ -15,13 +16,13 @@ from typing import NamedTuple
 from everstep.core.events import counted
 from everstep.core.ids import Point
 from everstep.errors import (
-    CommitRefused,
     KeeperError,
     NoRecoveryPoint,
     RestoreError,
     StoreError,
     WorldChanged,
 )
+from everstep.keeper.branches import Branches
 from everstep.keeper.commands import (
     CheckMemory,
     ElectTo,
@@ -31,7 +32,6 @@ from everstep.keeper.commands import (
     WriteBranch,
 )
 from everstep.keeper.facts import BranchWritten, MemoryChecked, OfferAsked, StoreRead, Voted
-from everstep.keeper.owed import bridged, missing_link
 from everstep.keeper.situation import Situation
 from everstep.keeper.table import Complete
 from everstep.keeper.wire import SlotName, WentOn
@@ -45,9 +45,6 @@ READ_SECONDS = 15.0
 """For the store to answer at all, where a complete snapshot in memory waits to be restored."""
 BRANCH_RETRIES = 3
 BRANCH_RETRY_SECONDS = 0.5
-PENDING_BRANCH_SECONDS = 5.0
-REPAIR_SECONDS = 60.0
-"""Between tries of a branch that only a person can make possible (a store that is not writable)."""
 
 
 class Choice(NamedTuple):
@@ -59,16 +56,11 @@ class Choice(NamedTuple):
 
 @dataclass
 class Election:
-    """``settled`` is called once, with the step, when the recovery point stands.
-
-    ``owed`` are the branches that the store did not take yet, oldest first: they are written before
-    anything else is. ``known`` is what nodes and ranks said, ``inherited`` the attempts of it that
-    this keeper did not owe itself: one before it may have written their branches.
-    ``refused_branches`` are those of which it was told that the store refuses them, ``reread``
-    those after whose refusal the store was read."""
+    """``settled`` is called once, with the step, when the recovery point stands."""
 
     at: Situation
     settled: Callable[[Choice], None]
+    branches: Branches
     store: StoreRead | None = None
     asked: set[int] = field(default_factory=set)
     votes: dict[int, Voted] = field(default_factory=dict)
@@ -81,15 +73,9 @@ class Election:
     branching: bool = False
     elected: Choice | None = None
     refusal: tuple[str, str, str] | None = None
-    owed: list[WentOn] = field(default_factory=list)
-    known: dict[int, WentOn] = field(default_factory=dict)
-    inherited: set[int] = field(default_factory=set)
-    refused_branches: set[int] = field(default_factory=set)
-    reread: set[int] = field(default_factory=set)
     read_failures: int = 0
     branch_failures: int = 0
     read_at: float | None = None
-    branch_at: float | None = None
     singles: dict[int, bool] = field(default_factory=dict)
     asked_at: float | None = None
 
@@ -98,28 +84,21 @@ class Election:
         self._release()
         self.store, self.offer, self.elected, self.refusal = None, None, None, None
         self.asked, self.votes, self.rejected, self.rootless = set(), {}, set(), set()
-        self.tried, self.checking, self.singles, self.reread = [], set(), {}, set()
+        self.tried, self.checking, self.singles = [], set(), {}
         self.offered = self.branching = False
         self.read_failures = self.branch_failures = 0
         self.read_at = self.asked_at = None
-        self.branch_at = self.at.now if self.owed else None
-        self.known.pop(self.at.attempt, None)  # the nodes say again what is of this life
+        self.branches.begin()
         self.at.say(ReadStore(0, self.at.attempt))
 
     # -- facts
 
     def elections_known(self, told: tuple[WentOn, ...]) -> None:
-        """What attempts went on from, as nodes and ranks say that lived through it. Of this very
-        attempt: an earlier keeper held its election, and may not have written the branch."""
-        owed = {one.attempt for one in self.owed}
-        for election in told:
-            if election.attempt <= self.at.attempt and _goes_back(election):
-                self.known.setdefault(election.attempt, election)
-                self.inherited |= {election.attempt} - owed
-        mine = self.known.get(self.at.attempt)
+        """What attempts went on from, as nodes and ranks say that lived through it."""
+        mine = self.branches.learn(told)
         if mine is None or self.elected is not None or self.offer is not None:
             return  # an offer is made when all ranks ask: none of them has gone on yet
-        self._owe_missing(mine.attempt)
+        self.branches.owe_missing(mine.attempt)
         self._learn(Choice(mine.source, mine.point))
 
     def store_read(self, fact: StoreRead) -> None:
@@ -131,23 +110,20 @@ class Election:
             self.read_at = self.at.now + STORE_RETRY_SECONDS
             return
         self.store = fact
-        self.at.branches.update(fact.branches)
-        self.owed = [owed for owed in self.owed if owed.attempt not in fact.branches]
+        self.branches.stored(fact.branches)
         if not fact.error:
-            self.reread |= self.refused_branches
+            self.branches.reread |= self.branches.refused
             self._mend()
-        if self.owed:
-            self.branch_at = self.at.now  # the answer to an earlier try may be about another one
         for what in fact.damaged:
             self.at.tell("checkpoint.damaged", what, level="warning")
         if fact.branched and self.elected is None:
             self.at.branches[fact.attempt] = fact.branch
             self._learn(Choice(fact.branch_source, fact.branch))
         newest = self.at.table.newest()
-        on = newest is not None and on_lineage(self._branches(), [newest.point])
-        if newest is not None and on and self._missing(newest.point.attempt) is None:
+        on = newest is not None and self.branches.on_lineage(newest.point)
+        if newest is not None and on and self.branches.missing(newest.point.attempt) is None:
             # It may have to be stored before, or without, another restore.
-            self._owe_missing(newest.point.attempt)
+            self.branches.owe_missing(newest.point.attempt)
 
     def offer_asked(self, fact: OfferAsked) -> None:
         at = self.at
@@ -196,8 +172,10 @@ class Election:
             self._offer_all(self.offer)
 
     def branch_written(self, fact: BranchWritten) -> None:
-        if self.owed and fact.attempt == self.owed[0].attempt:
-            self._owed_written(fact)
+        taken = self.branches.written(fact)
+        if taken == "reread":
+            self.read_at, self.read_failures = self.at.now, 0
+        if taken:
             return
         if not self.branching or fact.attempt != self.at.attempt or self.offer is None:
             return
@@ -209,7 +187,7 @@ class Election:
             self._refuse_all(fact.error_code, fact.error)
         elif self.branch_failures < BRANCH_RETRIES:
             self.branch_failures += 1
-            self.branch_at = self.at.now + BRANCH_RETRY_SECONDS
+            self.branches.due = self.at.now + BRANCH_RETRY_SECONDS
         else:
             self._owe(fact.error)
 
@@ -257,12 +235,12 @@ class Election:
         if self.read_at is not None and at.now >= self.read_at:
             self.read_at = None
             at.say(ReadStore(0, at.attempt))
-        if self.branch_at is not None and at.now >= self.branch_at:
-            self.branch_at = None
+        if self.branches.due is not None and at.now >= self.branches.due:
+            self.branches.due = None
             if self.branching:
                 self._write_branch()
             else:
-                self._write_owed()
+                self.branches.write_first()
         if self.store is None and at.now - at.began >= READ_SECONDS and at.table.newest():
             self._give_up_reading()
         ready = self.elected is None and self.refusal is None and self.offer is None
@@ -325,7 +303,7 @@ class Election:
         """Whether a branch can name ``point``: its chain is in the store, or can be written. Else
         what the store has is taken, and only where it has nothing a root is made (S6)."""
         assert self.store is not None, "asked before the store was read"
-        broken = None if self.store.error else self._missing(point.attempt)
+        broken = None if self.store.error else self.branches.missing(point.attempt)
         if broken is not None and point not in self.rootless:
             self.rootless.add(point)
             why = f"what attempt {broken} went on from is known to nobody any more"
@@ -391,7 +369,7 @@ class Election:
         """What the memory holds of a life that the job went on without, here or elsewhere, is no
         state of the job (S6). A later attempt than all that are known is none: nothing has gone
         on without it, its branch just could not be written yet."""
-        known = self._branches()
+        known = self.branches.origins()
         strays = set()
         for key, entry in list(self.at.table.entries.items()):
             point = entry.point
@@ -452,13 +430,11 @@ class Election:
     def _write_branch(self) -> None:
         assert self.offer is not None, "a branch without an election"
         if self.offer.point is not None:
-            self._owe_missing(self.offer.point.attempt)
+            self.branches.owe_missing(self.offer.point.attempt)
         self._mend()
-        if self.owed:
+        if self.branches.owed:
             # An earlier attempt's branch comes first: the later one names that attempt.
-            at_once = self.branch_at
             self._owe("an earlier attempt's branch is not written yet")
-            self.branch_at = at_once if at_once is not None else self.branch_at
             return
         self.at.say(
             WriteBranch(0, self.at.attempt, self.offer.point, self.offer.source, self.at.world)
@@ -467,105 +443,14 @@ class Election:
     def _owe(self, why: str) -> None:
         assert self.offer is not None, "a branch without an election"
         mine = WentOn(self.at.attempt, self.offer.source, self.offer.point, self.at.world)
-        others = [one for one in self.owed if one.attempt != mine.attempt]
-        self.owed = bridged([*others, mine], self._needed())
-        self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
-        self.at.tell(
-            "branch.owed",
-            f"the store does not take the branch of attempt {self.at.attempt}; training goes on, "
-            f"no checkpoint is written before it: {why}",
-            level="warning", reason=why,
-        )  # fmt: skip
+        self.branches.owe(mine, why)
         self._settle(self.offer)
 
-    def _needed(self) -> set[int]:
-        """Attempts whose own branch is needed: a snapshot of theirs may be stored, or it may have
-        been written by an earlier keeper, and a checkpoint with it."""
-        points = [entry.point for entry in self.at.table.entries.values()]
-        points.append(self.offer.point if self.offer else None)
-        return {point.attempt for point in points if point is not None} | self.inherited
-
-    def _owe_missing(self, attempt: int) -> None:
-        """Owe the branches of ``attempt`` and of those before it that the store does not have:
-        the keeper that held them died before it could write them. The oldest comes first."""
-        owed = {one.attempt: one for one in self.owed}
-        said = self.known | owed  # what is owed may be bridged already
-        missing: list[WentOn] = []
-        election = said.get(attempt)
-        while election is not None and election.attempt not in self.at.branches:
-            if election.attempt not in owed:
-                missing.append(election)
-            election = said.get(election.point.attempt) if election.point else None
-        self._owe_too(missing)
-
-    def _owe_too(self, elections: list[WentOn]) -> None:
-        if elections:
-            self.owed = sorted([*self.owed, *elections], key=lambda election: election.attempt)
-            self.branch_at = self.at.now
-
     def _mend(self) -> None:
-        """Make what is owed writable, now that it is known what the store has. What the job goes on
-        from gets a root where its chain is broken; what is of no use to it is not owed any more."""
         if self.store is None or self.store.error or not (self.elected or self.branching):
             return
         choice = self.elected or self.offer
-        point = choice.point if choice is not None else None
-        broken = self._missing(point.attempt) if point is not None else None
-        if broken is not None and self.at.attempt not in self.at.branches:
-            self._root(broken)
-        self.owed = [one for one in self.owed if self._missing(one.attempt) is None]
-
-    def _root(self, attempt: int) -> None:
-        """Say of ``attempt`` that nothing came before it, or nothing that follows from it could
-        ever be stored."""
-        self.at.tell(
-            "branch.rooted",
-            f"what attempt {attempt} went on from is known to nobody any more, and the store has "
-            "no branch of it: it is taken for the beginning of this state of the job. Checkpoints "
-            "of earlier attempts stay in the store, but the job does not go back to them.",
-            level="error", rooted=attempt,
-        )  # fmt: skip
-        self._owe_too([WentOn(attempt, "rooted", None, self.at.world)])
-
-    def _missing(self, attempt: int) -> int | None:
-        return missing_link(attempt, self._branches(), self.at.branches)
-
-    def _branches(self) -> dict[int, Point | None]:
-        """Those that are known to be in the store, or will be."""
-        known = {attempt: one.point for attempt, one in self.known.items()}
-        known |= {owed.attempt: owed.point for owed in self.owed}
-        return known | self.at.branches
-
-    def _write_owed(self) -> None:
-        if self.owed:
-            first = self.owed[0]
-            self.at.say(WriteBranch(0, first.attempt, first.point, first.source, first.world))
-
-    def _owed_written(self, fact: BranchWritten) -> None:
-        if not fact.error:
-            written = self.owed.pop(0)
-            self.at.branches[written.attempt] = written.point
-            self._write_owed()
-        elif fact.retryable:
-            self.branch_at = self.at.now + PENDING_BRANCH_SECONDS
-        else:
-            self._owed_refused(fact)
-
-    def _owed_refused(self, fact: BranchWritten) -> None:
-        """What contradicts the store is not tried again before the store was read, and not again
-        in this attempt where that has changed nothing."""
-        if fact.attempt not in self.refused_branches:
-            self.refused_branches.add(fact.attempt)
-            self.at.tell(
-                "branch.refused",
-                f"the store refuses the branch of attempt {fact.attempt}, and nothing of it is "
-                f"stored before it: {fact.error}",
-                level="error", code=fact.error_code, reason=fact.error,
-            )  # fmt: skip
-        if fact.error_code != CommitRefused.code:
-            self.branch_at = self.at.now + REPAIR_SECONDS
-        elif fact.attempt not in self.reread:
-            self.read_at, self.read_failures = self.at.now, 0
+        self.branches.mend(choice.point if choice is not None else None)
 
     def _settle(self, choice: Choice, *, announce: bool = True) -> None:
         self.elected = choice
@@ -588,7 +473,7 @@ class Election:
         )  # fmt: skip
 
     def _elect_to(self, rank: int, choice: Choice) -> None:
-        before = tuple(one for one in self.owed if one.attempt != self.at.attempt)
+        before = self.branches.before(self.at.attempt)
         node = self.at.node_of(rank)
         self.at.say(ElectTo(node, rank, choice.source, choice.point, before))
 
@@ -653,10 +538,6 @@ _WORLD_HINT = (
     "Start the job with the saved world size, or begin anew under another name: --job, or "
     "EVERSTEP_JOB without `everstep run`."
 )
-
-
-def _goes_back(election: WentOn) -> bool:
-    return election.point is None or election.point.attempt < election.attempt
 
 
 def _reason(vote: Voted) -> str:

@@ -1,6 +1,6 @@
 """Branches that the store does not have yet: which of them must be written, and what they name.
 
-Pure: elections in, elections out. Called by: elect.
+Pure: elections in, elections out. Called by: branches.
 
 An attempt whose branch was never written has nothing in the store, and never will. Where memory
 holds nothing of it either, the attempts that went on from it may name what it went on from: readers
