@@ -218,6 +218,13 @@ class NoProgress(AgentError):
     blame: ClassVar[Blame] = "user"
 
 
+class AttemptLived(AgentError):
+    """The attempt's number belongs to one that was lived through already, in memory."""
+
+    code: ClassVar[str] = "EVS-503"
+    retryable: ClassVar[bool] = True
+
+
 class DrillError(EverstepError):
     """The drill itself could not go on: nothing was proved, neither good nor bad."""
 

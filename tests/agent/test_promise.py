@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,30 @@ def test_killed_worker_goes_on_from_memory_while_the_store_is_away(
     assert set(job.branches()) == {1, 2}
     assert job.highest_claim() == 2
     assert next(iter(job.candidates())).step == 30
+
+
+def test_next_agent_takes_the_number_after_one_that_was_lived_through(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent dies before its keeper can claim what was promised: nobody has to start twice."""
+    monkeypatch.setattr(owner, "PROMISE_SECONDS", 0.5)
+    body = (
+        BODY
+        + """
+        if not os.path.exists("again"):
+            os.close(os.open("again", os.O_CREAT))
+            os.kill(int(os.environ["EVERSTEP_AGENT_PID"]), signal.SIGKILL)
+            time.sleep(60)"""
+    )
+    script = SCRIPT.replace("UNTIL", "30").replace("BODY", body)
+    cannot = {"point": "keeper.promise.before_claim", "action": "raise:EIO"}
+    faults = {"EVERSTEP_FAULTS": json.dumps([cannot] * 8)}
+    line = (*FORKED, "--job", "away", "--snapshot-every", "2")
+    first = start(*line, script=script, **faults)
+    assert first.wait() == -signal.SIGKILL, first.said()
+    assert [e.attempt for e in first.events("attempt.started")] == [1, 2]
+    second = start(*line, script=script, **faults)
+    assert second.wait() == exits.FINISHED, second.said()
+    assert [e.attempt for e in second.events("attempt.started")][-1] == 3
+    assert second.events("restore.elected")[-1].facts["source"] == "memory"
+    assert steps(second.printed(), 3)[0] >= 18

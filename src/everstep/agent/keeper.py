@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -20,9 +21,10 @@ from typing import TypeVar
 
 from everstep.core.settings import Settings
 from everstep.errors import EverstepError, KeeperError
-from everstep.keeper.address import connect, keeper_name, try_connect
+from everstep.keeper.address import connect, keeper_name, peer_of, try_connect
 from everstep.keeper.client import error_of
 from everstep.keeper.control import ControlPage
+from everstep.keeper.identity import cpu_ticks
 from everstep.keeper.spawn import log_path, start_keeper
 from everstep.keeper.wire import (
     MAX_DESCRIPTORS,
@@ -94,8 +96,8 @@ class NodeKeeper:
     def finished_step(self, attempt: int, workers: int) -> int:
         """The newest step that all of this node's ``workers`` have finished in ``attempt``, -1
         where they have finished none or none of them tells. Known whatever the keeper's fate."""
-        for fd in (fd for slot, fd in self._held.items() if slot.index < 0):
-            with contextlib.closing(ControlPage(fd)) as page:
+        for page in self._pages():
+            with contextlib.closing(page):
                 if page.served() == attempt:
                     steps = [page.boundary(local_rank)[0] for local_rank in range(workers)]
                     return min((-1 if step is None else step for step in steps), default=-1)
@@ -116,6 +118,9 @@ class NodeKeeper:
         self._link = connect(
             self.name, timeout=CONNECT_SECONDS, started=self._process, log=self.log
         )
+        if self._link.peer:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._link.peer, signal.SIGCONT)  # else a stopped one is never adopted
         answer = self._ask(Hello("agent", os.getpid()), Welcome, CONNECT_SECONDS)
         self.pid = answer.pid
         self._pidfd = os.pidfd_open(self.pid)
@@ -143,12 +148,30 @@ class NodeKeeper:
         while self._link is not None and _readable(self._link):
             self._take(*self._link.receive(timeout=10.0))
 
+    def signs(self) -> tuple[int, ...]:
+        """What changes while the keeper moves: the turns of its loop, and the CPU time it took,
+        for a turn that makes much memory can be long."""
+        turns = []
+        for page in self._pages():
+            with contextlib.closing(page):
+                turns.append(page.beats())
+        return (*turns, cpu_ticks(self.pid))
+
+    def rouse(self) -> None:
+        """Let it go on where it was stopped."""
+        self._signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """End it; its death is seen like any other."""
+        self._signal(signal.SIGKILL)
+
     def lost(self) -> None:
         """Let go of a keeper that is dead or does not speak; what it held stays held."""
-        if self._pidfd >= 0:
-            # Its connections close one by one while it dies: the listening one last would take us
-            # in once more, and nobody would answer.
-            select.select([self._pidfd], [], [], DEATH_SECONDS)
+        # Its connections close one by one while it dies: the listening one last would take us in
+        # once more, and nobody would answer. One that lives on would keep the name from the next.
+        if self._pidfd >= 0 and not _ended(self._pidfd):
+            self.end()
+            _ended(self._pidfd)
         self._drop()
 
     def recover(self) -> bool:
@@ -225,6 +248,15 @@ class NodeKeeper:
         else:
             raise KeeperError(f"the keeper said {type(message).__name__} unasked.")
 
+    def _pages(self) -> list[ControlPage]:
+        """The control pages that are held here, mapped anew: for the caller to close."""
+        return [ControlPage(fd) for slot, fd in self._held.items() if slot.index < 0]
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
     def _drop(self) -> None:
         if self._link is not None:
             self._link.close()
@@ -250,11 +282,28 @@ def hold_index(settings: Settings, index: int) -> socket.socket | None:
     the process), or None where a living agent has it."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        lock.bind(f"\0{keeper_name(settings.store, settings.job, index)}/agent")
+        lock.bind(_lock_name(settings, index))
     except OSError:
         lock.close()
         return None
+    lock.listen(1)  # so that the kernel tells others whose it is
     return lock
+
+
+def holder_of(settings: Settings, index: int) -> str:
+    """The agent that has that number, in words."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(_lock_name(settings, index))
+        except OSError:
+            return "its pid is not known"
+        pid, uid = peer_of(asking)
+    return f"pid {pid} of user {uid}" if pid else "in another pid namespace"
+
+
+def _lock_name(settings: Settings, index: int) -> str:
+    return f"\0{keeper_name(settings.store, settings.job, index)}/agent"
 
 
 def _listen() -> socket.socket:
@@ -262,6 +311,11 @@ def _listen() -> socket.socket:
     listener = socket.create_server(("", 0), backlog=64)
     listener.set_inheritable(True)
     return listener
+
+
+def _ended(pidfd: int) -> bool:
+    """Whether the process ends within :data:`DEATH_SECONDS`."""
+    return bool(select.select([pidfd], [], [], DEATH_SECONDS)[0])
 
 
 def _readable(link: Link) -> bool:

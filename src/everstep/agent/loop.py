@@ -20,7 +20,7 @@ import torch
 from everstep.agent import agree, report, torch_events, workers
 from everstep.agent.decide import AttemptEnd, Decision, History, decide
 from everstep.agent.flags import UNLIMITED, Launch
-from everstep.agent.keeper import NodeKeeper, claim_index, hold_index
+from everstep.agent.keeper import NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
 from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
@@ -43,6 +43,7 @@ from everstep.core.events import counted
 from everstep.core.settings import to_environment
 from everstep.errors import (
     AgentError,
+    AttemptLived,
     EverstepError,
     JobOwned,
     KeeperError,
@@ -165,6 +166,18 @@ class Agent:
     def _lead(self, round_: Round, attempt: int) -> Plan:
         try:
             self._meeting.refresh_port(round_)
+            plan, port = self._begin_at(round_, attempt)
+        except EverstepError as error:
+            round_.publish(Plan(exit_code=exit_code_of(error), reason=str(error)))
+            raise
+        plan = msgspec.structs.replace(plan, coordinator=(round_.master_addr, port))
+        round_.publish(plan)
+        return plan
+
+    def _begin_at(self, round_: Round, attempt: int) -> tuple[Plan, int]:
+        """The plan of ``attempt``, or of the next one that can be had, begun at this node's
+        keeper; and the keeper's port."""
+        while True:
             plan = Plan(
                 nodes=round_.entries,
                 attempt=attempt or self._owner.claim(patience=self._patience),
@@ -175,13 +188,10 @@ class Agent:
                 master_port=round_.master_port,
                 token=secrets.token_hex(16) if round_.nodes > 1 else "",
             )
-            port = self._begin(round_, plan)
-        except EverstepError as error:
-            round_.publish(Plan(exit_code=exit_code_of(error), reason=str(error)))
-            raise
-        plan = msgspec.structs.replace(plan, coordinator=(round_.master_addr, port))
-        round_.publish(plan)
-        return plan
+            try:
+                return plan, self._begin(round_, plan)
+            except AttemptLived:
+                attempt = 0  # the state is there, under this number: the next one goes on from it
 
     @property
     def _patience(self) -> float:
@@ -227,7 +237,7 @@ class Agent:
         if self._keeper.attached:
             return
         adopted = self._keeper.attach()
-        what = "adopted with its memory" if adopted else "started"
+        what = "adopted" if adopted else "started"
         self._record.say(
             "keeper.started", f"keeper {what} (pid {self._keeper.pid}), log {self._keeper.log}",
             pid=self._keeper.pid, adopted=adopted,
@@ -366,8 +376,8 @@ class Agent:
         lock = hold_index(settings, only)
         if lock is None:
             raise JobOwned(
-                f"another agent on this host runs node {only} of job {settings.job} in "
-                f"{settings.store}.",
+                f"another agent on this host ({holder_of(settings, only)}) runs node {only} of "
+                f"job {settings.job} in {settings.store}.",
                 hint="Stop it first, or give this run another --job.",
             )
         return only, lock

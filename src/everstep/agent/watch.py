@@ -20,16 +20,15 @@ from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Meeting, NodeEnd, Round
 from everstep.agent.signals import Signals
+from everstep.agent.tend import Tending
 from everstep.agent.workers import Workers
 from everstep.core import exits
 from everstep.core.events import Event, counted
-from everstep.errors import AgentError, KeeperError
+from everstep.errors import AgentError
 from everstep.keeper.wire import Fatal, Report
 
 EVIDENCE_SECONDS = 0.3
 """After a worker failed by itself: what the others say of it in this time is kept."""
-KEEPER_SECONDS = 5.0
-"""Between two tries to bring a keeper back."""
 PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
 
@@ -89,6 +88,7 @@ class Watch:
         self._meeting = meeting
         self._workers = workers
         self._keeper = keeper
+        self._tending = Tending(keeper, record)
         self._learnt = learnt
         self._signals = signals
         self._record = record
@@ -102,8 +102,6 @@ class Watch:
         self._unreachable = ""
         self._next_look = 0.0
         self._looking: Future[tuple[bool, bool]] | None = None
-        self._next_keeper = math.inf
-        self._told_keeper = False
         self._stopped_by: int | None = None
         self._members_changed = False
 
@@ -145,14 +143,14 @@ class Watch:
             waiting.register(self._meeting.line.fileno(), select.POLLIN)
         now = time.monotonic()
         next_look = self._next_look if self._looking is None else math.inf
-        due = min(self._kill_at, next_look, self._next_keeper)
+        due = min(self._kill_at, next_look, self._tending.due)
         if self._workers.must_be_polled:
             due = min(due, now + self._listen_every)
         waiting.poll(max(0.0, due - now) * 1000 if due < math.inf else None)
 
     def _look(self) -> None:
         now = time.monotonic()
-        self._hear_keeper(now)
+        self._tending.look(now)
         for ended in self._workers.collect():
             self._on_end(ended, now)
         for number in self._signals.take():
@@ -206,35 +204,6 @@ class Watch:
             self._tell_nodes()
             self._workers.kill(number)
             self._kill_by(now + self._shutdown, f"{number.name}, and the shutdown time is over")
-
-    def _hear_keeper(self, now: float) -> None:
-        try:
-            self._keeper.pump()
-        except KeeperError as lost:
-            self._record.say("keeper.lost", f"the keeper was lost: {lost.what}", level="warning")
-            self._keeper.lost()
-            self._next_keeper = now
-        if not self._keeper.attached and now >= self._next_keeper:
-            self._bring_back(now)
-
-    def _bring_back(self, now: float) -> None:
-        if self._keeper.recover():
-            self._next_keeper = math.inf
-            self._told_keeper = False
-            self._record.say(
-                "keeper.started", f"a new keeper (pid {self._keeper.pid}) took over its memory",
-                pid=self._keeper.pid, adopted=False,
-            )  # fmt: skip
-            return
-        self._next_keeper = now + KEEPER_SECONDS
-        if not self._told_keeper:
-            self._told_keeper = True
-            self._record.say(
-                "keeper.unreachable",
-                f"no keeper could be started: training goes on, nothing is saved. It is tried "
-                f"again every {KEEPER_SECONDS:g} s; see {self._keeper.log}",
-                level="error",
-            )
 
     def _look_at_nodes(self, now: float) -> None:
         """Ask how the other nodes are, or take the answer: their store is never waited for here."""

@@ -79,11 +79,11 @@ def try_connect(name: str) -> Link | None:
     except OSError:
         connection.close()
         return None
-    _, uid = peer_of(connection)
+    pid, uid = peer_of(connection)
     if uid != os.getuid():
         connection.close()
         raise KeeperError(f"the socket @{name} belongs to user {uid}, not to this one.")
-    return Link(connection)
+    return Link(connection, pid)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.core.clock import Clock
-from everstep.errors import EverstepError, JobOwned, KeeperError, RestoreError
+from everstep.errors import AttemptLived, EverstepError, JobOwned, KeeperError, RestoreError
 from everstep.keeper import commands, facts, wire
 from everstep.keeper.background import Background
 from everstep.keeper.connection import Connection
@@ -189,10 +189,10 @@ class Attempt:
         another = connection.process != self._begun_by.process
         if another and message.attempt in self._node.promised:
             self._node.agents.add(message.agent)
-            raise JobOwned(
+            raise AttemptLived(
                 f"attempt {message.attempt} was lived through already, by an agent that died "
                 "before it could claim it.",
-                hint="Start the job again: it takes the next number and goes on from memory.",
+                hint="The next number goes on from memory.",
             )
 
     def _prepare(self, connection: Connection, message: BeginAttempt) -> None:

@@ -30,9 +30,9 @@ MAX_LOCAL_RANKS = (_NOTES_AT - _LINES_AT) // _LINE
 _WORD = struct.Struct("<Q")
 
 # Written by the keeper.
-_CUT_SEQUENCE, _CUT_STEP, _STOP_REQUESTED, _STOP_STEP, _STOP_FINAL, _DEMOTED, _ATTEMPT = range(
-    64, 120, 8
-)
+(
+    _CUT_SEQUENCE, _CUT_STEP, _STOP_REQUESTED, _STOP_STEP, _STOP_FINAL, _DEMOTED, _ATTEMPT, _BEAT,
+) = range(64, 128, 8)  # fmt: skip
 # Two banks of notes, never read by workers: the one that is not in force is written, and is in
 # force when its digest is right and its generation the higher one. A death in between changes none.
 _BANK_HEAD = struct.Struct("<3Q")  # digest of what follows, generation, count of the notes
@@ -137,6 +137,14 @@ class ControlPage:
 
     def publish_demoted(self, count: int) -> None:
         self._put(_DEMOTED, count)
+
+    def beat(self) -> None:
+        """Say that the keeper moves."""
+        self._put(_BEAT, self._get(_BEAT) + 1)
+
+    def beats(self) -> int:
+        """A counter that moves with the keeper; for its agent."""
+        return self._get(_BEAT)
 
     def serve(self, attempt: int) -> None:
         """Say whose page this is; a page serves one attempt."""

@@ -1,7 +1,8 @@
 """Which process is which: a pid alone is reused.
 
-Owns: reading a process's identity out of /proc, and ending exactly that process. Called by: the
-keeper, where it tells one life of a rank from the next or claims a job because no agent runs.
+Owns: reading a process's identity and CPU time out of /proc, and ending exactly that process.
+Called by: the keeper, where it tells one life of a rank from the next or claims a job because no
+agent runs; the agent, which sees whether its keeper moves.
 """
 
 from __future__ import annotations
@@ -85,13 +86,24 @@ def host_name() -> str:
 
 def started_at(pid: int) -> int | None:
     """When the process began, in clock ticks since boot; None where it is dead."""
+    state, *rest = _stat(pid) or ("X",)
+    return None if state in "ZX" else int(rest[18])
+
+
+def cpu_ticks(pid: int) -> int:
+    """CPU time that the process took so far, in clock ticks; 0 where it is dead."""
+    stat = _stat(pid)
+    return int(stat[11]) + int(stat[12]) if stat else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
+        return []
     # The name may hold blanks and parentheses: fields count from the last one that closes.
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
+    return text.rpartition(")")[2].split()
 
 
 def _hold(process: Process) -> int | None:

@@ -297,6 +297,10 @@ class Node:
 
     # -- the control page
 
+    def beat(self) -> None:
+        """Say that this process moves."""
+        self._page.beat()
+
     def boundaries(self) -> tuple[Boundary, ...]:
         """Where the attached ranks stand."""
         found = []

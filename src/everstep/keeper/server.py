@@ -128,6 +128,7 @@ class Server:
         # What stands on the page now was posted after its messages were sent: with all sockets
         # read after this, a rank that is beyond a cut and has not spoken has missed it.
         before = self._node.boundaries()
+        self._node.beat()
         for key, events in ready:
             key.data(key.fileobj, events)
         for connection in list(self._connections):

@@ -390,11 +390,13 @@ def receive(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
 class Link:
     """A blocking connection with deadlines: the client's side.
 
-    Not thread-safe: one thread talks. Descriptors received are owned by the caller.
+    ``peer`` is the pid at the other end, 0 where it is not known. Not thread-safe: one thread
+    talks. Descriptors received are owned by the caller.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, peer: int = 0) -> None:
         self._socket = connection
+        self.peer = peer
 
     def fileno(self) -> int:
         return self._socket.fileno()
