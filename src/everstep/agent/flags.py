@@ -52,7 +52,7 @@ class Launch:
     """One call of ``everstep run``. ``max_restarts`` is None where no limit was given: then the
     rule of progress decides. ``kind`` says what ``name`` is. ``given`` are the settings that
     flags or variables name, ``temporary_logs`` is the folder that torch made for logs where none
-    was given."""
+    was given. ``json`` asks for events on standard output."""
 
     settings: Settings
     config: LaunchConfig
@@ -63,6 +63,7 @@ class Launch:
     max_restarts: int | None
     given: frozenset[str]
     temporary_logs: str = ""
+    json: bool = False
 
     @property
     def job_given(self) -> bool:
@@ -83,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,  # torchrun's comes with the rest
     )
     group = made.add_argument_group("everstep")
+    group.add_argument(
+        "--json", dest=_OWN + "json", action="store_true",
+        help="Print every event as a line of JSON on standard output; what workers print goes to "
+        "standard error.",
+    )  # fmt: skip
     by_name = {item.name: item for item in fields(Settings)}
     for name in SETTINGS:
         item = by_name[name]
@@ -126,6 +132,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         given=(core_settings.named(environment) - flags.keys())
         | {name for name, value in flags.items() if value != ""},
         temporary_logs="" if args.log_dir or args.logs_specs else _log_dir(config),
+        json=getattr(args, _OWN + "json"),
     )
 
 

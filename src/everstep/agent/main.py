@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import BinaryIO
 
 from everstep.agent.flags import Launch, parse
 from everstep.agent.loop import Agent, exit_code_of
@@ -32,7 +33,8 @@ def run(arguments: Sequence[str]) -> int:
     # Workers inherit this from torchrun's agent too.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.config.signals_to_handle
     settings = launch.settings
-    record = Recorder(settings.job, settings.events)
+    lines = _take_stdout() if launch.json else None
+    record = Recorder(settings.job, settings.events, lines=lines)
     with contextlib.closing(record), Signals(launch.config.signals_to_handle) as signals:
         try:
             agent = Agent(launch, signals, record)
@@ -42,6 +44,14 @@ def run(arguments: Sequence[str]) -> int:
             code = exit_code_of(error)
             record.say("job.stopped", str(error), level="error", exit_code=code, error=error.code)
             return code
+
+
+def _take_stdout() -> BinaryIO:
+    """Standard output, for events alone: what workers print to it goes to standard error."""
+    sys.stdout.flush()
+    taken = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return taken
 
 
 def _greet(launch: Launch, record: Recorder) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from everstep.core.clock import Clock, SystemClock
-from everstep.core.events import Event, Level
+from everstep.core.events import Event, Level, encode_line
 from everstep.keeper.journal import Journal
 
 _SHOWN_KINDS = frozenset(
@@ -25,12 +25,20 @@ _TOLD_AT_THE_END = frozenset({"job.fatal", "restore.refused"})
 
 class Recorder:
     """``path`` is the file of ``--events`` (empty: none). ``attempt`` and ``node`` are written
-    into every event; ``stream`` is stderr unless given."""
+    into every event; ``stream`` is stderr unless given. ``lines`` gets every event of this node
+    as a line of JSON, for programs."""
 
     def __init__(
-        self, job: str, path: str = "", *, clock: Clock | None = None, stream: TextIO | None = None
+        self,
+        job: str,
+        path: str = "",
+        *,
+        clock: Clock | None = None,
+        stream: TextIO | None = None,
+        lines: BinaryIO | None = None,
     ) -> None:
         self._stream = stream
+        self._lines = lines
         self._committed = 0
         self._journal = Journal(
             path, source="agent", job=job, clock=clock or SystemClock(), listen=self._show_own
@@ -63,6 +71,7 @@ class Recorder:
 
     def relay(self, event: Event) -> None:
         """Show an event that the keeper has recorded already, where people want to know it."""
+        self._write(event)
         told = event.kind in _SHOWN_KINDS and not event.rank  # of what all ranks say, rank 0's
         wrong = event.level in ("warning", "error") and event.kind not in _TOLD_AT_THE_END
         if told or wrong or self._is_first_commit(event):
@@ -79,8 +88,20 @@ class Recorder:
         return True
 
     def _show_own(self, event: Event) -> None:
+        self._write(event)
         if event.level != "debug":
             self._show(event)
+
+    def _write(self, event: Event) -> None:
+        if self._lines is None:
+            return
+        try:
+            self._lines.write(encode_line(event))
+            self._lines.flush()
+        except OSError as gone:
+            # Whoever read them has ended; the job goes on without (R3).
+            self._lines = None
+            self.say("events.lost", f"nobody reads standard output: {gone}", level="warning")
 
     def _show(self, event: Event) -> None:
         mark = "" if event.level == "info" else f"{event.level}: "
