@@ -12,7 +12,10 @@ import pytest
 from train_jobs import Jobs, wait_for
 
 from everstep.core import exits
+from everstep.keeper.elect import STORE_RETRIES, STORE_RETRY_SECONDS
 from everstep.store import settings as store_settings
+from everstep.store.digests import digest
+from everstep.store.records import HEADER_BYTES
 from everstep.testing.faulty import BackendFault
 
 Ranks = dict[str, str]
@@ -81,6 +84,29 @@ def test_a_checkpoint_of_a_newer_format(jobs: Jobs, end_keepers: Callable[[], li
     said = jobs.fails(bodies.everstep_run, work="short", code=exits.USAGE)
     assert "EVS-207" in said
     assert "Traceback" not in said
+
+
+def test_a_checkpoint_whose_manifest_is_of_a_newer_format(
+    jobs: Jobs, end_keepers: Callable[[], list[int]]
+) -> None:
+    """EVS-207: no older one is taken silently in its place, and it is not tried again and again."""
+    jobs.run(bodies.short)
+    end_keepers()
+    newest = max(jobs.folder.glob("everstep-store/jobs/job/steps/*/manifest"))
+    newest.write_bytes(_of_version(newest.read_bytes(), 2))
+    said = refused_by_agent(jobs, "short")
+    assert "has version 2 of its format" in said
+    refused = jobs.events("restore.refused")[-1]
+    began = jobs.events("attempt.started")[-1]
+    assert refused.facts["code"] == "EVS-207"
+    assert refused.mono - began.mono < STORE_RETRY_SECONDS * STORE_RETRIES, "tried again"
+
+
+def _of_version(frame: bytes, version: int) -> bytes:
+    """The same record, as sound, under another version of its format."""
+    head, body = bytearray(frame[:24]), frame[HEADER_BYTES:]
+    head[12:16] = version.to_bytes(4, "little")
+    return bytes(head) + digest(bytes(head) + body) + body
 
 
 def test_a_recovery_point_is_expected_and_none_verifies(

@@ -105,7 +105,8 @@ class Election:
         if fact.attempt != self.at.attempt:
             return
         held = self.at.table.newest() is not None
-        if fact.error and self.read_failures < (MEMORY_RETRIES if held else STORE_RETRIES):
+        retries = 0 if fact.final else MEMORY_RETRIES if held else STORE_RETRIES
+        if fact.error and self.read_failures < retries:
             self.read_failures += 1
             self.read_at = self.at.now + STORE_RETRY_SECONDS
             return

@@ -193,7 +193,7 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
 class StoreRead(Fact, frozen=True):
     """What the store holds. ``branched`` says that the attempt has its branch already, and
     ``branch`` what it names; ``branches`` are those of all attempts. ``damaged`` tells of
-    candidates that do not open."""
+    candidates that do not open, ``final`` that reading again cannot help."""
 
     attempt: int
     candidates: tuple[Candidate, ...] = ()
@@ -205,6 +205,7 @@ class StoreRead(Fact, frozen=True):
     damaged: tuple[str, ...] = ()
     error: str = ""
     error_code: str = ""
+    final: bool = False
 
 
 class MemoryChecked(Fact, frozen=True):

@@ -88,7 +88,10 @@ class Lead:
 
     def _read(self, attempt: int) -> None:
         def failed(error: EverstepError) -> None:
-            self._tell(facts.StoreRead(attempt, error=error.what, error_code=error.code))
+            final = error.blame == "user" and not error.retryable
+            self._tell(
+                facts.StoreRead(attempt, error=error.what, error_code=error.code, final=final)
+            )
 
         self._background.submit("store", lambda: self._storing.read(attempt), self._tell, failed)
 
