@@ -43,9 +43,10 @@ test: $(STAMP)  ## Run the tests, but for the long matrix. More arguments: PYTES
 soak: $(STAMP)  ## Run the long matrix, half an hour: many kills, seeds and worlds
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m soak $(PYTEST_ARGS)
 
-bench: $(STAMP)  ## Measure recovery and saving side by side with torchrun + DCP
+bench: $(STAMP)  ## Measure recovery, saving and memory side by side with their peers
 	@$(BIN)/everstep bench recover
 	@$(BIN)/everstep bench save
+	@$(BIN)/everstep bench memory
 
 check: lint types layers docs  ## Everything that can be checked without running the tests
 

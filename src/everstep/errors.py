@@ -156,14 +156,6 @@ class MemoryTooSmall(KeeperError):
     blame: ClassVar[Blame] = "user"
 
 
-class ReplicaMismatch(KeeperError):
-    """Tensors that should be equal on all ranks are not (R8)."""
-
-    code: ClassVar[str] = "EVS-302"
-    retryable: ClassVar[bool] = False
-    blame: ClassVar[Blame] = "user"
-
-
 class NotDurable(KeeperError):
     """The last checkpoint could not be committed before its deadline."""
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.core.events import Event, encode_line
-from everstep.drill.journal import Journal, read_all
+from everstep.drill.journal import Journal
 
 
 def _event(n: int) -> Event:
@@ -50,4 +50,4 @@ def test_the_drill_appends_between_the_lines_of_others(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     for n in range(3):
         journal.append(_event(n))
-    assert [e.step for e in read_all(journal.path)] == [0, 1, 2]
+    assert [e.step for e in Journal(journal.path).read_new()] == [0, 1, 2]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from everstep.core import exits
+from everstep.errors import NoProgress
 
 STUCK_LIMIT = 3
 """Attempts in a row that got no further: then the job is stopped."""
@@ -98,7 +99,9 @@ def decide(end: AttemptEnd, history: History, max_restarts: int | None) -> Decis
             reason = f"{_first(end)}, and --max-restarts {max_restarts} is used up"
             return Decision("stop", exits.FAILED, reason, judged)
     elif (stuck := _stuck(judged)) is not None:
-        return Decision("stop", exits.NO_PROGRESS, f"{_first(end)}, and {stuck} (EVS-502)", judged)
+        return Decision(
+            "stop", exits.NO_PROGRESS, f"{_first(end)}, and {stuck} ({NoProgress.code})", judged
+        )
     return Decision("restart", 0, _first(end), replace(judged, restarts=history.restarts + 1))
 
 

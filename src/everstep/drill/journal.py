@@ -53,8 +53,3 @@ class Journal:
         except msgspec.DecodeError:
             self.torn += 1
             return None
-
-
-def read_all(path: Path) -> list[Event]:
-    """All events of a finished run's journal."""
-    return Journal(path).read_new()

@@ -30,8 +30,6 @@ MEANING: dict[Kind, str] = {
 }
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DEFAULT: tuple[Kind, ...] = ("worker", "keeper", "agent", "corrupt")
-RESTARTS: frozenset[Kind] = frozenset({"agent", "everything", "corrupt"})
-"""Faults that kill the agent: the drill starts the job again, as a supervisor would."""
 OF_STORE: frozenset[Kind] = frozenset({"disk-full", "torn-write"})
 """Faults of the store's backend: no process dies."""
 

@@ -32,8 +32,7 @@ def check_room(needed: int, limits: Iterable[Limit]) -> None:
             raise MemoryTooSmall(
                 f"two snapshot slots need {needed} bytes and {limit.whose} leaves {limit.free} of "
                 f"{limit.total}.",
-                hint="Raise the limit by the difference, run fewer ranks on the node, or go on "
-                "without snapshots in memory.",
+                hint="Raise the limit by the difference, or run fewer ranks on the node.",
             )
 
 

@@ -390,7 +390,7 @@ class Node:
             return
         if needed:
             self._hand_over()
-        connection.send(SlotsOpen(geometry.total), fds)
+        connection.send(SlotsOpen(), fds)
         self._tell(facts.SlotsSeen(self.node, rank, self._seen(rank)))
         self._tell(facts.Registered(rank))
 

@@ -191,8 +191,6 @@ class OpenSlots(Message, frozen=True):
 class SlotsOpen(Message, frozen=True):
     """The two descriptors beside it are slot 0 and slot 1."""
 
-    bytes_each: int
-
 
 class AskSlot(Message, frozen=True):
     """A cut that the worker itself wants at ``step`` (checkpoint(), the last step, a stop).
