@@ -32,6 +32,7 @@ from keeper_fakes import (
 
 from everstep.cadence.policy import Policy
 from everstep.core.ids import Point
+from everstep.core.layout import SHARED
 from everstep.errors import JobOwned, MemoryTooSmall, NoRecoveryPoint, WorldChanged
 from everstep.keeper.client import WorkerLink
 from everstep.keeper.slot import Geometry
@@ -44,13 +45,25 @@ from everstep.keeper.wire import (
     SlotName,
     WorkersEnded,
 )
-from everstep.store import Job, open_store
+from everstep.store import Job, ReadRequest, open_store
 
 RANKS2 = ((0, 1),)
 
 
 def job_of(place: Place) -> Job:
     return open_store(str(place.folder / "store")).job(place.job)
+
+
+def assert_states_of_their_steps(job: Job) -> None:
+    points = list(job.candidates())
+    assert points
+    for point in points:
+        checkpoint = job.open_checkpoint(point)
+        for rank in range(checkpoint.world):
+            loaded = bytearray(PIECE)
+            box = checkpoint.rank_state(rank).refs[0].box
+            checkpoint.load([ReadRequest("w", SHARED, box, memoryview(loaded))])
+            assert bytes(loaded) == content(point.step, rank)
 
 
 def start(place: Place, attempt: int, world: int = 2) -> list[Worker]:
@@ -143,8 +156,12 @@ def test_offer_holds_every_local_slot_with_the_bytes_written(place: Place) -> No
         "store.write.before_pack",
         "store.write.before_index",
         "keeper.persist.after_index",
+        "store.local.before_fsync",
+        "store.local.before_link",
         "keeper.commit.before_claim_check",
+        "keeper.commit.before_manifest",
         "store.commit.before_manifest",
+        "store.commit.before_last_look",
         "keeper.commit.after_manifest",
     ],
 )
@@ -152,8 +169,11 @@ def test_keeper_killed_while_persisting_is_adopted_with_its_memory(
     place: Place, point: str
 ) -> None:
     """Whatever it was doing: training goes on, the next keeper holds the newest complete snapshot
-    and verifies it, and the checkpoint is committed after all (R3, R7, S1)."""
-    faults = json.dumps([{"point": point, "action": "kill"}])
+    and verifies it, checkpoints are committed again, and each that is there is whole and the very
+    state of its step (R3, R7, S1)."""
+    # The store's settings and the branch are written before the first pack is.
+    after = 2 if point.startswith("store.local.") else 0
+    faults = json.dumps([{"point": point, "action": "kill", "after": after}])
     keeper = Keeper(place, faults=faults)
     agent = Agent(place)
     agent.begin(1, RANKS2)
@@ -170,6 +190,7 @@ def test_keeper_killed_while_persisting_is_adopted_with_its_memory(
             train(workers, lambda: all(w.link.connected for w in workers), "workers are back")
             for worker in workers:
                 worker.link.close()
+            assert_states_of_their_steps(job_of(place))
             agent.begin(2, RANKS2, expected=True)
             again = [Worker(place, rank=r, world=2, attempt=2) for r in range(2)]
             elected = restore(again)

@@ -44,7 +44,10 @@ def disturb(begin: Begin, reference: Reference, case: Case, seed: int, count: in
     trial.run()
     # Some wait for a pass that a slow disk, or a keeper that another fault has replaced and that
     # counts from 0, does not get to.
-    assert len(trial.missed()) <= max(1, count // 3), trial.told("hardly anything was disturbed")
+    missed = trial.missed()
+    assert len(missed) <= max(1, count // 3), trial.told("hardly anything was disturbed")
+    in_load = {*at.IN_RESTORE, at.AT_LOADER}.intersection(missed)
+    assert not in_load, trial.told("nobody died while it restored")
     assert_nothing_lost(trial, memory_lost=trial.restarts > 0)
     assert_same(trial, undisturbed)
 
@@ -91,9 +94,11 @@ def test_every_example_in_every_world(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", [31, 32, 33])
-def test_two_nodes_go_on_exactly(begin: Begin, reference: Reference, seed: int) -> None:
-    disturb(begin, reference, Case(GPT, world=2, nodes=2), seed, count=4)
+@pytest.mark.parametrize(("example", "seed"), list(zip([GPT, *OTHERS], range(31, 35), strict=True)))
+def test_two_nodes_go_on_exactly(
+    begin: Begin, reference: Reference, example: str, seed: int
+) -> None:
+    disturb(begin, reference, Case(example, world=2, nodes=2), seed, count=4)
 
 
 def test_the_seeds_reach_every_kind_of_moment() -> None:
