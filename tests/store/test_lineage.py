@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.core.ids import Point
-from everstep.store.lineage import chain, expected, on_lineage
+from everstep.store.lineage import chain, expected, on_lineage, undecided
 
 
 @st.composite
@@ -77,6 +77,54 @@ def test_r5_a_root_cuts_off_what_came_before(
     assert not expected(rooted, found)
     assert on_lineage(rooted, found) == []
     assert on_lineage(rooted, {*found, Point(3, 9)}) == [Point(3, 9)]
+
+
+@st.composite
+def unreadable(draw: st.DrawFn) -> tuple[dict[int, Point | None], int, Point | None]:
+    """A history with the branch of one attempt unread, which may have named any earlier point."""
+    branches = draw(histories().filter(bool))
+    attempt = draw(st.sampled_from(sorted(branches)))
+    earlier = [a for a in branches if a < attempt]
+    told = st.none()
+    if earlier:
+        told |= st.builds(Point, st.integers(0, 5), st.sampled_from(earlier))
+    return {**branches, attempt: None}, attempt, draw(told)
+
+
+@given(unreadable(), points)
+def test_s6_an_unread_branch_makes_no_wrong_candidate_and_hides_none_that_is_not_undecided(
+    history: tuple[dict[int, Point | None], int, Point | None], found: set[Point]
+) -> None:
+    branches, unread, told = history
+    truth = set(on_lineage({**branches, unread: told}, found))
+    seen = set(on_lineage(branches, found))
+    assert {p for p in truth if p.attempt >= unread} <= seen <= truth
+    assert truth - seen <= set(undecided(branches, found, {unread}))
+    assert not seen & set(undecided(branches, found, {unread}))
+    if expected({**branches, unread: told}, found):
+        assert expected(branches, found, {unread})
+
+
+@given(histories(), points)
+def test_s6_nothing_is_undecided_where_every_branch_is_read(
+    branches: dict[int, Point | None], found: set[Point]
+) -> None:
+    assert undecided(branches, found) == (list(found) if not branches else [])
+
+
+def test_s6_an_unread_branch_decides_what_lies_before_it_where_another_one_says_so() -> None:
+    branches = {1: None, 2: None, 3: Point(15, 2)}
+    known = [Point(10, 1), Point(20, 1), Point(15, 2), Point(16, 2)]
+    assert on_lineage(branches, known) == [Point(15, 2)]
+    assert undecided(branches, known, {2}) == [Point(10, 1)]
+    assert undecided(branches, known, {1}) == []
+    assert undecided({3: Point(15, 2)}, known) == [Point(10, 1), Point(15, 2)]
+
+
+def test_r5_an_unread_branch_is_a_recovery_point_only_after_an_earlier_one() -> None:
+    assert not expected({1: None}, [], {1})
+    assert expected({1: None, 2: None}, [], {2})
+    assert not expected({1: None, 2: None, 3: None}, [], {2}), "a root comes after it"
 
 
 def test_r5_without_any_branch_anything_known_is_expected() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,11 +109,23 @@ def test_a_damaged_one_is_kept_until_k_newer_good_ones_exist() -> None:
     assert removed(found, Retention(keep_last=3)) == {Point(1, 1)}
 
 
-def test_incomplete_steps_go_when_their_attempt_is_over_or_overtaken() -> None:
-    dead = CheckpointInfo(Point(9, 1), "incomplete", NOW - 700)
+def test_s7_an_incomplete_step_goes_only_where_its_checkpoint_would_not_be_kept() -> None:
+    """A committer may complete it while it is being deleted."""
+    left = CheckpointInfo(Point(9, 1), "incomplete", NOW - 700)
     living = CheckpointInfo(Point(9, 3), "incomplete", NOW - 700)
-    overtaken = CheckpointInfo(Point(2, 3), "incomplete", NOW - 700)
-    assert removed([dead, living, overtaken, committed(3, 3)], Retention()) == {
-        Point(9, 1),
-        Point(2, 3),
-    }
+    old, late, newest = (
+        CheckpointInfo(Point(step, 1), "incomplete", NOW - 700, on_lineage=True)
+        for step in (2, 4, 8)
+    )
+    found = [left, living, old, late, newest, committed(3), committed(5)]
+    assert removed(found, Retention(keep_last=1)) == {Point(s, 1) for s in (9, 2, 4, 3)}
+    assert removed(found, Retention(keep_last=2)) == {Point(9, 1), Point(2, 1)}
+    assert removed(found, Retention(keep_last=3)) == {Point(9, 1)}
+
+
+@given(infos, policies, st.sets(st.builds(Point, st.integers(0, 9), st.integers(1, 3))))
+def test_s7_nothing_goes_of_which_the_lineage_is_not_known(
+    found: list[CheckpointInfo], policy: Retention, unknown: set[Point]
+) -> None:
+    found = [msgspec.structs.replace(i, undecided=i.point in unknown) for i in found]
+    assert not removed(found, policy) & unknown

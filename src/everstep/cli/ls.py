@@ -7,10 +7,19 @@ import time
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
-from everstep.cli.places import job_option, jobs_of, store_argument
-from everstep.cli.report import age, json_option, reported, reporter, size, table
+from everstep.cli.places import (
+    branch_problems,
+    job_option,
+    jobs_of,
+    next_to_load,
+    store_argument,
+)
+from everstep.cli.report import age, json_option, mark, reported, reporter, size, table
 from everstep.core.events import counted
+from everstep.errors import NewerFormat, StoreError
 from everstep.store import CheckpointInfo, Job, open_store
 
 FORMAT = "everstep.ls/1"
@@ -18,8 +27,9 @@ FORMAT = "everstep.ls/1"
 
 class Listed(msgspec.Struct, frozen=True):
     """One checkpoint. ``state``: ``verified`` (a committed one whose every byte was proved),
-    ``committed``, ``damaged``, ``incomplete`` or ``tombstoned``; ``age_s`` since its
-    commit, by this machine's clock; ``loads``: it is the one that a restart would try first."""
+    ``committed``, ``damaged``, ``newer format`` (only a later everstep can read it), ``incomplete``
+    or ``tombstoned``; ``age_s`` since its commit, by this machine's clock; ``loads``: it is the one
+    that a restart would load; ``error``: why it cannot be opened."""
 
     step: int
     attempt: int
@@ -33,12 +43,14 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class ListedJob(msgspec.Struct, frozen=True):
-    """A job: who runs it now (empty: nobody that is known), and its checkpoints, newest first."""
+    """A job: who runs it now (empty: nobody that is known), and its checkpoints, newest first.
+    ``problems`` are damaged records that the lineage needs."""
 
     job: str
     owner: str
     attempts: int
     checkpoints: tuple[Listed, ...]
+    problems: tuple[str, ...] = ()
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -57,49 +69,55 @@ class Listing(msgspec.Struct, frozen=True):
 def command(store: str, job: str | None, as_json: bool) -> int:
     """List the jobs of STORE and their checkpoints.
 
-    STORE is a path or URL (default: EVERSTEP_STORE, else ./everstep-store).
+    STORE is a path or URL (default: EVERSTEP_STORE, else ./everstep-store). Exit code 1 where a
+    record of a job is damaged.
     """
     opened = open_store(store)
     now = time.time()
     listing = Listing(opened.url, tuple(list_job(each, now) for each in jobs_of(opened, job)))
     reporter(as_json=as_json).result(listing, lambda console: _render(listing, console))
-    return 0
+    return 1 if any(each.problems for each in listing.jobs) else 0
 
 
 def list_job(job: Job, now: float) -> ListedJob:
     """One job as it stands. ``now`` in seconds since the epoch."""
-    candidates = job.candidates()
-    first = candidates[0] if candidates else None
+    first, errors = next_to_load(job)
     owner = job.owner()
     who = "" if owner is None or owner.released else f"pid {owner.pid} on {owner.host}"
     return ListedJob(
         job=job.name,
         owner=who,
         attempts=job.highest_claim(),
-        checkpoints=tuple(_listed(info, now, info.point == first) for info in job.checkpoints()),
+        checkpoints=tuple(
+            _listed(info, now, info.point == first, errors.get(info.point))
+            for info in job.checkpoints()
+        ),
+        problems=branch_problems(job),
     )
 
 
-def state_of(info: CheckpointInfo) -> str:
-    """One word for what is known of a checkpoint."""
+def _state_of(info: CheckpointInfo, error: StoreError | None) -> str:
+    """What is known of a checkpoint, in a word or two."""
     if info.state != "committed":
         return info.state
-    if info.error or info.verified == "damaged":
+    if info.newer_format or isinstance(error, NewerFormat):
+        return "newer format"
+    if error is not None or info.error or info.verified == "damaged":
         return "damaged"
     return "verified" if info.verified == "bytes" else "committed"
 
 
-def _listed(info: CheckpointInfo, now: float, loads: bool) -> Listed:
+def _listed(info: CheckpointInfo, now: float, loads: bool, error: StoreError | None) -> Listed:
     return Listed(
         step=info.point.step,
         attempt=info.point.attempt,
-        state=state_of(info),
+        state=_state_of(info, error),
         age_s=round(max(0.0, now - (info.committed_at or info.modified)), 3),
         bytes=info.bytes,
         world=info.world,
         on_lineage=info.on_lineage,
         loads=loads,
-        error=info.error,
+        error=str(error) if error is not None else info.error,
     )
 
 
@@ -111,6 +129,8 @@ def _render(listing: Listing, console: Console) -> None:
         console.print(
             f"[bold]{job.job}[/] in {listing.store}: {counted(job.attempts, 'attempt')}{running}"
         )
+        for problem in job.problems:
+            console.print(f"  {mark('fail')} {escape(problem)}")
         if not job.checkpoints:
             console.print("  no checkpoint yet")
             continue
@@ -120,6 +140,6 @@ def _render(listing: Listing, console: Console) -> None:
             rows.add_row(
                 str(item.step), str(item.attempt), item.state, age(item.age_s), size(item.bytes),
                 str(item.world or "?"), "current" if item.on_lineage else "left behind",
-                "loads next" if item.loads else item.error,
+                "loads next" if item.loads else Text(item.error),
             )  # fmt: skip
         console.print(rows)

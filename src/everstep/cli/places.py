@@ -6,14 +6,14 @@ name. Called by: those commands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import click
 
 from everstep.core.ids import Point, parse_point
 from everstep.core.settings import DEFAULT_STORE
-from everstep.errors import ObjectMissing, UsageError
+from everstep.errors import CorruptObject, NewerFormat, ObjectMissing, StoreError, UsageError
 from everstep.store import Job, Store
 
 STORE_ENVIRONMENT = "EVERSTEP_STORE"
@@ -66,7 +66,8 @@ def one_job(store: Store, name: str | None) -> Job:
 def find_point(job: Job, at: str | None) -> Point:
     """The committed checkpoint that ``at`` names; the one that would load where it is None.
 
-    Raises :class:`UsageError` for a text that names none, ``ObjectMissing`` where there is none.
+    Raises :class:`UsageError` for a text that names none, ``ObjectMissing`` where there is none,
+    ``NewerFormat`` where a restart would stop at one.
     """
     if at is None:
         return _newest(job)
@@ -81,14 +82,54 @@ def find_point(job: Job, at: str | None) -> Point:
     return max(matching)
 
 
+class Next(NamedTuple):
+    """``point`` is what a restart would load as far as is known, None where it would find nothing
+    or stop at a checkpoint of a newer format; ``errors`` say why those before it cannot be opened.
+    """
+
+    point: Point | None
+    errors: dict[Point, StoreError]
+
+
+def next_to_load(job: Job) -> Next:
+    """Open the candidates, newest first, to the first that is sound (S6)."""
+    damaged = {info.point for info in job.checkpoints() if info.verified == "damaged"}
+    errors: dict[Point, StoreError] = {}
+    for point in job.candidates():
+        try:
+            job.open_checkpoint(point)
+        except NewerFormat as error:
+            errors[point] = error
+            return Next(None, errors)
+        except (CorruptObject, ObjectMissing) as error:
+            errors[point] = error
+            continue
+        if point not in damaged:
+            return Next(point, errors)
+    return Next(None, errors)
+
+
+def branch_problems(job: Job) -> tuple[str, ...]:
+    """Why branches of the job cannot be read, and what to do."""
+    found = sorted(job.branches().items())
+    return tuple(branch.problem for _, branch in found if branch.problem)
+
+
 def _newest(job: Job) -> Point:
-    candidates: Sequence[Point] = job.candidates()
-    if not candidates:
-        raise ObjectMissing(
-            f"job {job.name} has no committed checkpoint on its lineage.",
-            hint="`everstep ls` shows what is there.",
-        )
-    return candidates[0]
+    point, errors = next_to_load(job)
+    if point is not None:
+        return point
+    for error in errors.values():
+        if isinstance(error, NewerFormat):
+            raise error
+    damaged = [each for each in job.candidates() if each not in errors]
+    if damaged:
+        return damaged[0]  # it opens at least, and its records can be shown
+    why = "".join(f" {problem}" for problem in branch_problems(job))
+    raise ObjectMissing(
+        f"job {job.name} has no sound checkpoint on its lineage.{why}",
+        hint="`everstep ls` shows what is there.",
+    )
 
 
 def _loose(text: str) -> Point:

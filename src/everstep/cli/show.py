@@ -7,9 +7,17 @@ import math
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 
-from everstep.cli.places import at_option, find_point, job_option, one_job, store_argument
-from everstep.cli.report import json_option, reported, reporter, size, table
+from everstep.cli.places import (
+    at_option,
+    branch_problems,
+    find_point,
+    job_option,
+    one_job,
+    store_argument,
+)
+from everstep.cli.report import json_option, mark, reported, reporter, size, table
 from everstep.core.events import counted
 from everstep.core.ids import Point
 from everstep.core.layout import ITEMSIZE, SHARED
@@ -48,7 +56,8 @@ class Objects(msgspec.Struct, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What one attempt of the lineage went on from; ``step`` None for a start from nothing."""
+    """What one attempt of the lineage went on from; ``step`` None for a start from nothing, or
+    where the ``source`` is ``unknown``: its branch cannot be read."""
 
     attempt: int
     source: str
@@ -59,7 +68,8 @@ class Origin(msgspec.Struct, frozen=True):
 
 class Shown(msgspec.Struct, frozen=True):
     """What ``everstep show --json`` prints. ``environment`` is what rank 0 ran with (R4), as far
-    as it wrote it down; else what its launcher did."""
+    as it wrote it down; else what its launcher did. ``problems`` are damaged branches of the job.
+    """
 
     store: str
     job: str
@@ -75,6 +85,7 @@ class Shown(msgspec.Struct, frozen=True):
     lineage: tuple[Origin, ...]
     tensors: tuple[Tensor, ...]
     objects: tuple[Objects, ...]
+    problems: tuple[str, ...] = ()
     format: str = FORMAT
 
 
@@ -87,13 +98,14 @@ class Shown(msgspec.Struct, frozen=True):
 def command(store: str, job: str | None, at: str | None, as_json: bool) -> int:
     """Show one checkpoint of STORE: by default the one that would load.
 
-    STORE is a path or URL (default: EVERSTEP_STORE, else ./everstep-store).
+    STORE is a path or URL (default: EVERSTEP_STORE, else ./everstep-store). Exit code 1 where a
+    record of the job is damaged.
     """
     opened = open_store(store)
     found = one_job(opened, job)
     shown = show(opened.url, found, find_point(found, at))
     reporter(as_json=as_json).result(shown, lambda console: _render(shown, console))
-    return 0
+    return 1 if shown.problems else 0
 
 
 def show(url: str, job: Job, point: Point) -> Shown:
@@ -115,6 +127,7 @@ def show(url: str, job: Job, point: Point) -> Shown:
         lineage=_lineage(dict(job.branches()), point.attempt),
         tensors=_tensors(checkpoint),
         objects=tuple(_objects(checkpoint, rank) for rank in range(checkpoint.world)),
+        problems=branch_problems(job),
     )
 
 
@@ -193,14 +206,10 @@ def _render(shown: Shown, console: Console) -> None:
         f"{counted(shown.world, 'rank')}, {size(shown.bytes)} in {counted(shown.chunks, 'chunk')} "
         f"({shown.digest}), {counted(len(shown.packs), 'pack')}"
     )
+    for problem in shown.problems:
+        console.print(f"{mark('fail')} {escape(problem)}")
     for origin in shown.lineage:
-        why = f" ({origin.reason})" if origin.reason else ""
-        came = (
-            f"began at step 0{why}"
-            if origin.step is None
-            else f"went on from step {origin.step} ({origin.source})"
-        )
-        console.print(f"  attempt {origin.attempt} {came}", markup=False)
+        console.print(f"  attempt {origin.attempt} {_came(origin)}", markup=False)
     for name, value in sorted(shown.environment.items()):
         console.print(f"  {_CALLED.get(name, name)}: {value}", markup=False)
     rows = table("tensor", "dtype", "shape", "owner", "written by", "loaded by", "bytes",
@@ -216,6 +225,14 @@ def _render(shown: Shown, console: Console) -> None:
         named = (f"{name} ({kind})" for name, kind in part.types.items())
         names = ", ".join(named) or "nothing that this version can name"
         console.print(f"objects of rank {part.rank}: {size(part.bytes)}: {names}", markup=False)
+
+
+def _came(origin: Origin) -> str:
+    if origin.source == "unknown":
+        return "began where nobody can say: its branch cannot be read"
+    if origin.step is None:
+        return "began at step 0" + (f" ({origin.reason})" if origin.reason else "")
+    return f"went on from step {origin.step} ({origin.source})"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

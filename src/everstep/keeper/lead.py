@@ -154,4 +154,5 @@ class Lead:
             self._retaining = False
             self._say("retention.failed", str(error), level="warning")
 
-        self._background.submit("retain", lambda: self._storing.retain(keep_last), done, failed)
+        # In the lane of the commits: nothing is completed while it is being deleted.
+        self._background.submit("commit", lambda: self._storing.retain(keep_last), done, failed)

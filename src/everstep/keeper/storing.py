@@ -78,7 +78,7 @@ class Storing:
         if self.exists and not branches:
             self._open()  # an empty folder in its place is no job that begins
         branch = branches.get(attempt)
-        damaged: list[str] = []
+        damaged = [one.problem for one in branches.values() if one.problem]
         candidates = _openable(job, damaged)
         return StoreRead(
             attempt=attempt,
@@ -86,7 +86,7 @@ class Storing:
             expected=job.expected(),
             branched=branch is not None,
             branch=branch.restored if branch else None,
-            branch_source=branch.source if branch else "",
+            branch_source=_source(branch) if branch else "",
             branches={number: one.restored for number, one in branches.items()},
             damaged=tuple(damaged),
         )
@@ -205,6 +205,11 @@ class Storing:
 
 class Superseded(CommitRefused):
     """A stranger's higher claim: this process is the zombie."""
+
+
+def _source(branch: Branch) -> str:
+    """ "memory" without a point says that the ranks train, from what is not known any more."""
+    return "memory" if branch.source == "unknown" else branch.source
 
 
 def _openable(job: Job, damaged: list[str]) -> list[Candidate]:

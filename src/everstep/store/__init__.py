@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan, Ruling
     from everstep.store.settings import Settings
     from everstep.store.store import Store, open_store
+    from everstep.store.surroundings import AroundReport
     from everstep.store.sweep import SweepReport
     from everstep.store.verify import VerifyReport
 
@@ -35,6 +36,7 @@ _HOMES = {
     "retention": ("CheckpointInfo", "Retention", "RetentionPlan", "Ruling"),
     "settings": ("Settings",),
     "store": ("Store", "open_store"),
+    "surroundings": ("AroundReport",),
     "sweep": ("SweepReport",),
     "verify": ("VerifyReport",),
 }
@@ -43,6 +45,7 @@ __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "RENEW_SECONDS",
     "STALE_SECONDS",
+    "AroundReport",
     "Branch",
     "Checkpoint",
     "CheckpointInfo",

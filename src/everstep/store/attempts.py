@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -48,13 +48,18 @@ class OwnerIdentity(msgspec.Struct, frozen=True):
 
 
 class Branch(msgspec.Struct, frozen=True):
-    """What an attempt went on from. ``restored`` None means from nothing, for ``fresh_reason``."""
+    """What an attempt went on from. ``restored`` None means from nothing, for ``fresh_reason``.
+
+    Of a branch that cannot be read nothing is known: its ``source`` is ``unknown``, its ``world``
+    0, and ``problem`` says why, and what a person can do. Such a one cannot be written.
+    """
 
     restored: Point | None
-    source: Source
+    source: Source | Literal["unknown"]
     fresh_reason: str = ""
     world: int = 1
     environment: dict[str, str] = {}
+    problem: str = ""
 
 
 IsAlive = Callable[[OwnerIdentity], bool]
@@ -129,9 +134,9 @@ def check_claim(folder: Folder, allowed: int, agents: Collection[str] = ()) -> N
 
 def write_branch(folder: Folder, attempt: int, branch: Branch) -> None:
     """Create the attempt's branch; the same again is success, another is ``CommitRefused``."""
-    restored = branch.restored
-    if (restored is None) != (branch.source == "fresh"):
-        raise UsageError(f"a branch with source {branch.source!r} and restored {restored}.")
+    restored, source = branch.restored, branch.source
+    if source == "unknown" or (restored is None) != (source == "fresh"):
+        raise UsageError(f"a branch with source {source!r} and restored {restored}.")
     if restored is not None and not 1 <= restored.attempt < attempt:
         raise UsageError(f"attempt {attempt} cannot have restored attempt {restored.attempt}.")
     if restored is not None and not folder.exists(keys.branch(restored.attempt)):
@@ -144,7 +149,7 @@ def write_branch(folder: Folder, attempt: int, branch: Branch) -> None:
         folder.job,
         attempt,
         restored,
-        branch.source,
+        source,
         branch.fresh_reason,
         branch.world,
         branch.environment,
@@ -158,18 +163,36 @@ def write_branch(folder: Folder, attempt: int, branch: Branch) -> None:
 
 
 def branches(folder: Folder) -> dict[int, Branch]:
-    """All branches by attempt. Raises ``CorruptObject``: without one the lineage is not known."""
-    found: dict[int, Branch] = {}
-    for attempt in _attempts(folder):
-        try:
-            record = folder.read(keys.branch(attempt), BranchRecord)
-        except ObjectMissing:
-            continue
+    """All branches by attempt, those that cannot be read with their ``problem``.
+
+    Raises ``NewerFormat``: a version that knows less than the job's must not decide for it.
+    """
+    found = {attempt: read_branch(folder, attempt) for attempt in _attempts(folder)}
+    return {attempt: branch for attempt, branch in found.items() if branch is not None}
+
+
+def read_branch(folder: Folder, attempt: int) -> Branch | None:
+    """One attempt's branch, None where it has none. Raises ``NewerFormat``."""
+    try:
+        record = folder.read(keys.branch(attempt), BranchRecord)
         _check_branch(folder, attempt, record)
-        found[attempt] = Branch(
-            record.restored, record.source, record.fresh_reason, record.world, record.environment
-        )
-    return found
+    except ObjectMissing:
+        return None
+    except CorruptObject as error:
+        return Branch(None, "unknown", world=0, problem=_problem(attempt, error))
+    return Branch(
+        record.restored, record.source, record.fresh_reason, record.world, record.environment
+    )
+
+
+def _problem(attempt: int, error: CorruptObject) -> str:
+    return (
+        f"{error.code}: {error.what} It says at which step attempt {attempt} left those before it: "
+        f"where the job went on from attempt {attempt}, no checkpoint of an earlier one is loaded "
+        "or deleted. Put the file back from a backup. Only if no checkpoint of attempt "
+        f"{attempt} or a later one matters, remove it and the branches of all later attempts: the "
+        "job then goes on from the newest checkpoint of the attempts before."
+    )
 
 
 def _check_branch(folder: Folder, attempt: int, record: BranchRecord) -> None:
@@ -178,7 +201,6 @@ def _check_branch(folder: Folder, attempt: int, record: BranchRecord) -> None:
         raise CorruptObject(
             f"{folder.key(keys.branch(attempt))} tells of attempt {record.attempt} of job "
             f"{record.job}, restored {record.restored}.",
-            hint="It was moved or damaged; put it back from a copy.",
         )
 
 

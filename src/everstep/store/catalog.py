@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from everstep.core.ids import Point, parse_point
 from everstep.errors import CorruptObject, NewerFormat, ObjectMissing, StaleVersion, StoreError
 from everstep.store import attempts, keys, lineage, records
@@ -21,8 +23,11 @@ _MOST_PROOFS = 256
 """Points remembered in ``refs/verified``; older ones are long deleted."""
 
 
-def lineage_branches(folder: Folder) -> dict[int, Point | None]:
-    return {attempt: b.restored for attempt, b in attempts.branches(folder).items()}
+def lineage_branches(folder: Folder) -> tuple[dict[int, Point | None], frozenset[int]]:
+    """What each attempt with a branch restored, and which of the branches cannot be read."""
+    found = attempts.branches(folder)
+    restored = {attempt: branch.restored for attempt, branch in found.items()}
+    return restored, frozenset(attempt for attempt, branch in found.items() if branch.problem)
 
 
 def manifests_and_tombstones(folder: Folder) -> tuple[list[Point], list[Point]]:
@@ -39,13 +44,15 @@ def manifests_and_tombstones(folder: Folder) -> tuple[list[Point], list[Point]]:
 
 def candidates(folder: Folder) -> list[Point]:
     """Committed points on the current lineage, newest first (S6)."""
-    return lineage.on_lineage(lineage_branches(folder), manifests_and_tombstones(folder)[0])
+    branches, _ = lineage_branches(folder)
+    return lineage.on_lineage(branches, manifests_and_tombstones(folder)[0])
 
 
 def expected(folder: Folder) -> bool:
     """Whether a recovery point must exist (R5)."""
     committed, tombstoned = manifests_and_tombstones(folder)
-    return lineage.expected(lineage_branches(folder), [*committed, *tombstoned])
+    branches, unread = lineage_branches(folder)
+    return lineage.expected(branches, [*committed, *tombstoned], unread)
 
 
 def steps(folder: Folder) -> dict[Point, list[ObjectInfo]]:
@@ -72,9 +79,16 @@ def checkpoints(folder: Folder) -> list[CheckpointInfo]:
     by_step, by_pack = steps(folder), packs(folder)
     known = {**dict.fromkeys(by_pack), **dict.fromkeys(by_step)}
     proofs = read_proofs(folder)[0] or {}
-    limit = set(lineage.on_lineage(lineage_branches(folder), known))
+    branches, unread = lineage_branches(folder)
+    current = frozenset(lineage.on_lineage(branches, known))
+    undecided = frozenset(lineage.undecided(branches, known, unread))
     return [
-        _info(folder, point, by_step.get(point, []), by_pack.get(point, []), proofs, point in limit)
+        msgspec.structs.replace(
+            _info(folder, point, by_step.get(point, []), by_pack.get(point, [])),
+            verified=proofs.get(str(point)),
+            on_lineage=point in current,
+            undecided=point in undecided,
+        )
         for point in sorted(known, reverse=True)
     ]
 
@@ -84,31 +98,30 @@ def _info(
     point: Point,
     objects: Sequence[ObjectInfo],
     packed: Sequence[ObjectInfo],
-    proofs: dict[str, Proof],
-    on_lineage: bool,
 ) -> CheckpointInfo:
     named = _names(point, objects)
-    proof = proofs.get(str(point))
     newest = max(info.modified for info in (*objects, *packed))
     size = sum(info.size for info in packed)
     if "tombstone" in named:
         modified = named["tombstone"].modified
-        return CheckpointInfo(point, "tombstoned", modified, 0, size, proof, on_lineage)
+        return CheckpointInfo(point, "tombstoned", modified, 0, size)
     if "manifest" not in named:
         world = max((w for name in named if (w := _world(name))), default=0)
-        return CheckpointInfo(point, "incomplete", newest, world, size, proof, on_lineage)
+        return CheckpointInfo(point, "incomplete", newest, world, size)
     world, error = _read_manifest(folder, point)
     return CheckpointInfo(
-        point, "committed", newest, world, size, proof, on_lineage, error,
+        point, "committed", newest, world, size,
+        error=str(error) if error is not None else "",
+        newer_format=isinstance(error, NewerFormat),
         committed_at=named["manifest"].modified,
     )  # fmt: skip
 
 
-def _read_manifest(folder: Folder, point: Point) -> tuple[int, str]:
+def _read_manifest(folder: Folder, point: Point) -> tuple[int, StoreError | None]:
     try:
-        return folder.read(keys.manifest(point), Manifest).world, ""
+        return folder.read(keys.manifest(point), Manifest).world, None
     except (CorruptObject, NewerFormat, ObjectMissing) as error:
-        return 0, str(error)
+        return 0, error
 
 
 def _names(point: Point, objects: Iterable[ObjectInfo]) -> dict[str, ObjectInfo]:

@@ -11,12 +11,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from everstep.core.clock import Clock
 from everstep.core.ids import Point
 from everstep.core.layout import Snapshot
-from everstep.store import attempts, catalog, commit, keys, read, retention, sweep, verify, write
+from everstep.store import (
+    attempts,
+    catalog,
+    commit,
+    keys,
+    read,
+    retention,
+    surroundings,
+    sweep,
+    verify,
+    write,
+)
 from everstep.store.attempts import Branch, OwnerIdentity
 from everstep.store.folder import Folder
 from everstep.store.read import Checkpoint
 from everstep.store.records import OwnerRecord, Proof
 from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan
+from everstep.store.surroundings import AroundReport
 from everstep.store.sweep import SweepReport
 from everstep.store.verify import VerifyReport
 
@@ -94,7 +106,7 @@ class Job:
         attempts.write_branch(self._folder, attempt, branch)
 
     def branches(self) -> Mapping[int, Branch]:
-        """All branches by attempt. Raises ``CorruptObject``."""
+        """All branches by attempt; those that cannot be read have a ``problem``."""
         return attempts.branches(self._folder)
 
     def candidates(self) -> Sequence[Point]:
@@ -155,8 +167,17 @@ class Job:
         return read.open_checkpoint(self._folder, point, self._clock)
 
     def verify(self, point: Point, *, deep: bool = False) -> VerifyReport:
-        """Prove the structure, or with ``deep`` every bit. Damage is reported, not raised."""
+        """Prove a checkpoint's structure, or with ``deep`` its every bit. Damage is reported, not
+        raised, and written down (``refs/verified``).
+        """
         return verify.verify(self._folder, point, deep=deep, clock=self._clock)
+
+    def verify_around(self, *, deep: bool = False) -> AroundReport:
+        """Check what is no part of a sound checkpoint: the store's settings, the job's attempts and
+        refs, and with ``deep`` every bit of what is incomplete, deleted or damaged. Damage is
+        reported, not raised.
+        """
+        return surroundings.verify_around(self._folder, deep=deep, clock=self._clock)
 
     def record_proof(self, point: Point, proof: Proof) -> None:
         """Write down what a complete restore proved (``bytes``) or found (``damaged``)."""

@@ -5,12 +5,16 @@ Pure: branches and points in, an order out. Called by: job (candidates, expected
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from everstep.core.ids import Point
 
 Branches = Mapping[int, Point | None]
-"""Attempt to the point it restored, or None where it began from nothing (a root)."""
+"""Attempt to the point it restored, or None where it began from nothing (a root).
+
+One whose branch cannot be read stands here as a root, too: what came before it is no candidate.
+Where it matters that this is not known, such attempts are named beside (``unread``).
+"""
 
 
 def chain(branches: Branches) -> list[int]:
@@ -48,17 +52,41 @@ def on_lineage(branches: Branches, points: Iterable[Point]) -> list[Point]:
     return sorted(kept, reverse=True)
 
 
-def expected(branches: Branches, known: Iterable[Point]) -> bool:
+def undecided(
+    branches: Branches, points: Iterable[Point], unread: Collection[int] = ()
+) -> list[Point]:
+    """The points of which nobody can say whether they are on the current lineage: the chain ends
+    at a branch that cannot be read, or names one that is not there, and they may lie before it.
+    """
+    links = limits(branches)
+    if not links:
+        return list(points)
+    last, limit = list(links.items())[-1]
+    restored = branches[last]
+    if last in unread:
+        below = last - 1
+    elif restored is not None:
+        below = restored.attempt
+        limit = restored.step if limit is None else min(limit, restored.step)
+    else:
+        return []
+    return [p for p in points if p.attempt <= below and _within(p.step, limit)]
+
+
+def expected(branches: Branches, known: Iterable[Point], unread: Collection[int] = ()) -> bool:
     """Whether a recovery point must exist (R5), so that starting from nothing would lose work.
 
     ``known`` holds the points that have a manifest or a tombstone. Where no branch exists at all,
-    any of them counts; a root (a deliberate fresh start) cuts off what came before it.
+    any of them counts; a root (a deliberate fresh start) cuts off what came before it. An attempt
+    whose branch cannot be read may have restored something where an earlier one has a branch.
     """
     points = list(known)
     if not branches:
         return bool(points)
-    restored_something = any(branches[attempt] is not None for attempt in chain(branches))
-    return restored_something or bool(on_lineage(branches, points))
+    links = chain(branches)
+    restored_something = any(branches[attempt] is not None for attempt in links)
+    may_have = links[-1] in unread and min(branches) < links[-1]
+    return restored_something or may_have or bool(on_lineage(branches, points))
 
 
 def _within(step: int, limit: int | None) -> bool:

@@ -19,7 +19,10 @@ CheckpointState = Literal["committed", "tombstoned", "incomplete"]
 class CheckpointInfo(msgspec.Struct, frozen=True):
     """One step folder. ``modified`` is of its newest object (the tombstone's for a tombstoned
     one), in the store's time; ``bytes`` and ``world`` are 0 where they are not known.
+    ``error`` says why its manifest cannot be read, ``newer_format`` that a later version can.
     ``committed_at`` is of the manifest: what damages an object later may make it newer.
+    ``undecided``: a branch is missing or cannot be read, so that nobody knows whether the point is
+    on the current lineage.
     """
 
     point: Point
@@ -30,7 +33,9 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     verified: Proof | None = None
     on_lineage: bool = False
     error: str = ""
+    newer_format: bool = False
     committed_at: float | None = None
+    undecided: bool = False
 
     @property
     def sound(self) -> bool:
@@ -97,13 +102,14 @@ class _Judge:
         keep_last = max(1, policy.keep_last)
         self._last = frozenset(good[-keep_last:])
         self._full = len(good) >= keep_last
-        self._newest = good[-1] if good else None
         self._proved = _newest_proved(infos)
 
     def rule(self, info: CheckpointInfo) -> tuple[bool, str]:
         """Whether a point goes, and why."""
         if self._now - info.modified < self._policy.grace_seconds:
             return False, "younger than the grace period"
+        if info.undecided:
+            return False, "a branch cannot be read: whether it is on the lineage is not known"
         if info.state == "incomplete":
             return self._rule_incomplete(info)
         if info.point in self._last:
@@ -124,10 +130,14 @@ class _Judge:
         return f"older than the last {self._policy.keep_last}"
 
     def _rule_incomplete(self, info: CheckpointInfo) -> tuple[bool, str]:
+        """A committer may complete it at any time, also while it is being deleted. So it goes only
+        where nothing is lost by that: where the checkpoint would not be kept either."""
+        if info.on_lineage:
+            if self._full and info.point < min(self._last):
+                return True, f"incomplete, and older than the last {self._policy.keep_last}"
+            return False, "may still be completed"
         if info.point.attempt < self._highest:
-            return True, "incomplete, and its attempt is over"
-        if self._newest is not None and self._newest.step > info.point.step:
-            return True, "incomplete, and overtaken by a later checkpoint"
+            return True, "incomplete, and the job went on from elsewhere"
         return False, "being written"
 
 

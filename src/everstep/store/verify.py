@@ -1,7 +1,8 @@
 """Proving a checkpoint, and saying exactly what was proved.
 
-Owns: the walk over every object of a point, shallow (structure) or deep (every byte). Never does:
-repair. Called by: job, for ``everstep verify`` and the drill.
+Owns: the walk over every object of a point, shallow (structure) or deep (every byte), and over a
+pack by its footer. Never does: repair. Called by: job, for ``everstep verify`` and the drill;
+surroundings.
 """
 
 from __future__ import annotations
@@ -14,33 +15,20 @@ import msgspec
 
 from everstep.core.clock import Clock
 from everstep.core.ids import Point
-from everstep.errors import CorruptObject, ObjectMissing, StoreError
-from everstep.store import attempts, catalog, digests, keys, records, settings
+from everstep.errors import CorruptObject, NewerFormat, ObjectMissing, StoreError
+from everstep.store import catalog, digests, keys, records
 from everstep.store.folder import Folder
 from everstep.store.read import Checkpoint, open_checkpoint
-from everstep.store.records import (
-    TRAILER_BYTES,
-    ChunkEntry,
-    Claim,
-    ClockProbe,
-    Footer,
-    FooterChunk,
-    Index,
-    Newest,
-    OwnerRecord,
-    Proof,
-    Record,
-    Verified,
-)
+from everstep.store.records import TRAILER_BYTES, ChunkEntry, Footer, FooterChunk, Index, Proof
 
 _WINDOW = 8 << 20
 _THREADS = 4
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
-    """What was proved of a checkpoint. ``problems`` are of the checkpoint itself,
-    ``around`` of the job's other records and the store's settings; ``proof`` is what
-    ``refs/verified`` now says (None where the checkpoint does not exist any more).
+    """What was proved of a checkpoint. ``damage`` is what is wrong with it, ``unknown`` what only a
+    later version of everstep can read, and so verify. ``proof`` is what ``refs/verified`` now says
+    (None where that is nothing: the checkpoint does not exist any more, or is not known).
     """
 
     point: Point
@@ -48,72 +36,71 @@ class VerifyReport(msgspec.Struct, frozen=True):
     objects: int
     bytes_read: int
     chunks: int
-    problems: tuple[str, ...] = ()
-    around: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     proof: Proof | None = None
     not_recorded: str = ""
 
     @property
+    def problems(self) -> tuple[str, ...]:
+        return (*self.damage, *self.unknown)
+
+    @property
     def ok(self) -> bool:
-        return not self.problems and not self.around
+        return not self.problems
 
 
-class _Tally:
-    """Counts of one thread's walk."""
+class Tally:
+    """Counts of one thread's walk, and what it met: damage, and what this version cannot read."""
 
     def __init__(self) -> None:
         self.objects = self.bytes = self.chunks = 0
-        self.problems: list[str] = []
+        self.damage: list[str] = []
+        self.unknown: list[str] = []
 
     def catch(self, what: Callable[[], None]) -> None:
         try:
             what()
+        except NewerFormat as error:
+            self.unknown.append(str(error))
         except (CorruptObject, ObjectMissing) as error:
-            self.problems.append(str(error))
+            self.damage.append(str(error))
 
 
 def verify(folder: Folder, point: Point, *, deep: bool, clock: Clock) -> VerifyReport:
     """Walk the checkpoint. Damage is reported, not raised; a store that fails is raised."""
-    around = _Tally()
-    if deep:
-        _walk_surroundings(folder, around)
-    try:
-        checkpoint = open_checkpoint(folder, point, clock)
-    except (CorruptObject, ObjectMissing) as error:
-        return _damaged(folder, point, deep, around, error)
-    tallies = _walk_packs(folder, checkpoint, deep)
-    problems = tuple(problem for tally in tallies for problem in tally.problems)
-    proof: Proof = "damaged" if problems else ("bytes" if deep else "structure")
-    records_bytes = sum(entry.length for entry in checkpoint.manifest.ranks)
+    opening = Tally()
+    opened: list[Checkpoint] = []
+    opening.catch(lambda: opened.append(open_checkpoint(folder, point, clock)))
+    tallies = [opening, *(tally for each in opened for tally in _walk_packs(folder, each, deep))]
+    for each in opened:
+        opening.objects = 1 + each.world
+        opening.bytes = sum(entry.length for entry in each.manifest.ranks)
+    damage = tuple(what for tally in tallies for what in tally.damage)
+    unknown = tuple(what for tally in tallies for what in tally.unknown)
+    proof = _proof(folder, point, deep, damage, unknown)
     return VerifyReport(
         point=point,
         deep=deep,
-        objects=1 + checkpoint.world + sum(t.objects for t in (*tallies, around)),
-        bytes_read=records_bytes + sum(t.bytes for t in (*tallies, around)),
-        chunks=sum(t.chunks for t in tallies),
-        problems=problems,
-        around=tuple(around.problems),
+        objects=sum(tally.objects for tally in tallies),
+        bytes_read=sum(tally.bytes for tally in tallies),
+        chunks=sum(tally.chunks for tally in tallies),
+        damage=damage,
+        unknown=unknown,
         proof=proof,
-        not_recorded=_record(folder, point, proof),
+        not_recorded=_record(folder, point, proof) if proof is not None else "",
     )
 
 
-def _damaged(
-    folder: Folder, point: Point, deep: bool, around: _Tally, error: StoreError
-) -> VerifyReport:
-    exists = folder.exists(keys.manifest(point)) and not folder.exists(keys.tombstone(point))
-    note = _record(folder, point, "damaged") if exists else ""
-    return VerifyReport(
-        point=point,
-        deep=deep,
-        objects=around.objects,
-        bytes_read=around.bytes,
-        chunks=0,
-        problems=(str(error),),
-        around=tuple(around.problems),
-        proof="damaged" if exists else None,
-        not_recorded=note,
-    )
+def _proof(
+    folder: Folder, point: Point, deep: bool, damage: Sequence[str], unknown: Sequence[str]
+) -> Proof | None:
+    if damage:
+        exists = folder.exists(keys.manifest(point)) and not folder.exists(keys.tombstone(point))
+        return "damaged" if exists else None
+    if unknown:
+        return None  # not damaged: a version that knows more may well prove it
+    return "bytes" if deep else "structure"
 
 
 def _record(folder: Folder, point: Point, proof: Proof) -> str:
@@ -125,9 +112,9 @@ def _record(folder: Folder, point: Point, proof: Proof) -> str:
     return ""
 
 
-def _walk_packs(folder: Folder, checkpoint: Checkpoint, deep: bool) -> Sequence[_Tally]:
-    def walk(index: Index) -> _Tally:
-        tally = _Tally()
+def _walk_packs(folder: Folder, checkpoint: Checkpoint, deep: bool) -> Sequence[Tally]:
+    def walk(index: Index) -> Tally:
+        tally = Tally()
         for number in range(len(index.packs)):
             tally.catch(partial(_walk_pack, folder, index, number, deep, tally))
         return tally
@@ -136,16 +123,25 @@ def _walk_packs(folder: Folder, checkpoint: Checkpoint, deep: bool) -> Sequence[
         return list(pool.map(walk, checkpoint.indexes))
 
 
-def _walk_pack(folder: Folder, index: Index, number: int, deep: bool, tally: _Tally) -> None:
-    key, length = folder.key(index.packs[number].key), index.packs[number].length
+def _walk_pack(folder: Folder, index: Index, number: int, deep: bool, tally: Tally) -> None:
+    key = folder.key(index.packs[number].key)
+    footer, footer_at = read_footer(folder, key, index.packs[number].length, tally)
+    _check_footer(footer, index, number, key)
+    if deep:
+        walk_bytes(folder, key, footer, footer_at, tally)
+
+
+def read_footer(folder: Folder, key: str, length: int, tally: Tally) -> tuple[Footer, int]:
+    """The footer of the pack ``key`` (a whole key), ``length`` bytes long, and where it begins.
+    Raises ``CorruptObject``, ``NewerFormat``."""
     tally.objects += 1
+    if length < TRAILER_BYTES:
+        raise CorruptObject(f"{key} has {length} bytes, fewer than any pack has.")
     tail = folder.backend.get(key, length - TRAILER_BYTES, TRAILER_BYTES)
     footer_at, footer_length = records.decode_trailer(tail, length, key)
-    footer_bytes = folder.backend.get(key, footer_at, footer_length)
-    _check_footer(records.decode(footer_bytes, Footer, key), index, number, key)
+    footer = records.decode(folder.backend.get(key, footer_at, footer_length), Footer, key)
     tally.bytes += TRAILER_BYTES + footer_length
-    if deep:
-        _walk_bytes(folder, index, number, footer_at, tally)
+    return footer, footer_at
 
 
 def _check_footer(footer: Footer, index: Index, number: int, key: str) -> None:
@@ -172,25 +168,26 @@ def _directory(chunks: Sequence[ChunkEntry], number: int) -> tuple[FooterChunk, 
     )
 
 
-def _walk_bytes(folder: Folder, index: Index, number: int, end: int, tally: _Tally) -> None:
+def walk_bytes(folder: Folder, key: str, footer: Footer, end: int, tally: Tally) -> None:
     """Every byte before the footer: chunks against their digests, all others against zero."""
-    key = folder.key(index.packs[number].key)
     digest = digests.digester(folder.settings.digest)
+    every = sorted((*footer.chunks, *footer.state_chunks), key=lambda c: c.offset)
+    if any(c.offset < 0 or not 0 <= c.stored_length <= end - c.offset for c in every):
+        raise CorruptObject(f"the footer of {key} names chunks outside the pack.")
     at = 0
-    every = (c for c in (*index.chunks, *index.state_chunks) if c.pack == number)
-    for chunk in sorted(every, key=lambda c: c.offset):
+    for chunk in every:
         for start, stop in _windows(at, chunk.offset):
-            tally.catch(partial(_check_zero, folder, key, start, stop))
+            _check_zero(folder, key, start, stop, tally)
         data = folder.backend.get(key, chunk.offset, chunk.stored_length)
         if digest(data) != chunk.digest:
-            tally.problems.append(
+            tally.damage.append(
                 f"{key} at byte {chunk.offset} ({chunk.stored_length} bytes) does not match its "
                 "digest."
             )
         tally.chunks += 1
         at = max(at, chunk.offset + chunk.stored_length)
     for start, stop in _windows(at, end):
-        tally.catch(partial(_check_zero, folder, key, start, stop))
+        _check_zero(folder, key, start, stop, tally)
     tally.bytes += end
 
 
@@ -199,46 +196,6 @@ def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield at, min(at + _WINDOW, stop)
 
 
-def _check_zero(folder: Folder, key: str, start: int, stop: int) -> None:
+def _check_zero(folder: Folder, key: str, start: int, stop: int, tally: Tally) -> None:
     if folder.backend.get(key, start, stop - start).strip(b"\0"):
-        raise CorruptObject(f"{key} has padding that is not zero at {start} to {stop}.")
-
-
-def _walk_surroundings(folder: Folder, tally: _Tally) -> None:
-    """The store's settings, the job's attempts and its refs."""
-    tally.catch(partial(_check_settings, folder))
-    tally.objects += 1
-    tally.catch(partial(_check_branches, folder))
-    for info in folder.list(keys.ATTEMPTS):
-        tally.objects += 1
-        tally.bytes += info.size
-        if info.key.endswith("/claim"):
-            tally.catch(partial(_check_record, folder, info.key, Claim))
-    refs: dict[str, type[Record]] = {
-        keys.OWNER: OwnerRecord,
-        keys.NEWEST: Newest,
-        keys.VERIFIED: Verified,
-        keys.CLOCK: ClockProbe,
-    }
-    for info in folder.list("refs/"):
-        tally.objects += 1
-        tally.bytes += info.size
-        if info.key in refs:
-            tally.catch(partial(_check_record, folder, info.key, refs[info.key]))
-
-
-def _check_settings(folder: Folder) -> None:
-    found = settings.read(folder.backend)
-    if found != folder.settings:
-        raise CorruptObject(
-            f"{keys.SETTINGS} changed since the store was opened.",
-            hint="Put it back from a copy.",
-        )
-
-
-def _check_branches(folder: Folder) -> None:
-    attempts.branches(folder)  # reading is the check
-
-
-def _check_record(folder: Folder, key: str, record: type[Record]) -> None:
-    folder.read(key, record)  # reading is the check
+        tally.damage.append(f"{key} has padding that is not zero at {start} to {stop}.")
