@@ -197,9 +197,34 @@ def gradients_case(ranks: Ranks) -> None:
                 assert gradients.pending() is not None, (kind, step)
                 optimizer.step()
                 assert gradients.pending() is None, (kind, step)
+        for to_none in (True, True, False, False, False):
+            optimizer.zero_grad(set_to_none=to_none)
+            model(torch.randn(6, 5)).sum().backward()
+            optimizer.step()
+            assert gradients.pending() is None, (kind, to_none)
         model(torch.randn(6, 5)).sum().backward()
         assert gradients.pending() is not None, kind
         gradients.close()
+        stray_gradients(ranks, model, kind)
+
+
+def stray_gradients(ranks: Ranks, model: Any, kind: str) -> None:
+    """As in a GAN: another optimizer steps after the last backward of the body."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01)
+    gradients = Gradients(ranks.attach(model=model, optimizer=optimizer, other=other))
+    told = []
+    for zeroes in (True, True, True, False):
+        for _ in range(2):
+            if zeroes:
+                optimizer.zero_grad()
+            model(torch.randn(6, 5)).sum().backward()
+            optimizer.step()
+        model(torch.randn(6, 5)).sum().backward()
+        other.step()
+        told.append(gradients.pending())
+    assert [why is None for why in told] == [True, True, True, False], (kind, told)
+    gradients.close()
 
 
 class Shadow:

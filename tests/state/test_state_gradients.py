@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,25 +125,223 @@ def test_accumulation_under_a_scaler_is_pending(scaled: Loop) -> None:
     assert scaled.gradients.pending() is not None
 
 
-def test_two_optimizers_that_meet_in_one_backward_are_normal() -> None:
-    """A GAN: the generator's backward leaves gradients in the discriminator after its step."""
-    generator, discriminator = nn.Linear(2, 2), nn.Linear(2, 1)
-    g = torch.optim.SGD(generator.parameters(), lr=0.1)
-    d = torch.optim.SGD(discriminator.parameters(), lr=0.1)
-    gradients = Gradients(Attached({"g": g, "d": d}))
+class Pair:
+    """A generator and a discriminator with an optimizer each, as in a GAN."""
+
+    def __init__(self, *, scaler: bool = False) -> None:
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.discriminator = nn.Linear(2, 1)
+        self.g = torch.optim.SGD(self.generator.parameters(), lr=0.01)
+        self.d = torch.optim.SGD(self.discriminator.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaler)
+        self.gradients = Gradients(Attached({"g": self.g, "d": self.d, "scaler": self.scaler}))
+
+    def backward(self, *, detach: bool = False) -> None:
+        fake = self.generator(torch.ones(1, 2))
+        loss = self.discriminator(fake.detach() if detach else fake).sum()
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "scaler"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(scaler=request.param)
+    yield made
+    made.gradients.close()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("generator_first", [True, False])
+def test_two_optimizers_that_meet_in_one_backward_are_normal(
+    pair: Pair, generator_first: bool, detach: bool, to_none: bool
+) -> None:
+    """A GAN: the backward of one network leaves gradients in the other, after the other's step and
+    over the boundary, and they are thrown away before they are used."""
+
+    def train_d() -> None:
+        pair.d.zero_grad(set_to_none=to_none)
+        pair.backward(detach=detach)
+        pair.step(pair.d)
+
+    def train_g() -> None:
+        pair.g.zero_grad(set_to_none=to_none)
+        pair.backward()
+        pair.step(pair.g)
+
+    for _ in range(4):
+        for train in (train_g, train_d) if generator_first else (train_d, train_g):
+            train()
+        assert pair.gradients.pending() is None
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_generator_that_zeroes_before_each_of_its_rare_steps_is_normal(
+    pair: Pair, to_none: bool
+) -> None:
+    """The critic's backwards add to the generator's gradients over several boundaries."""
+    for step in range(8):
+        if step % 3 == 0:
+            pair.g.zero_grad(set_to_none=to_none)
+            pair.backward()
+            pair.step(pair.g)
+        pair.d.zero_grad(set_to_none=to_none)
+        pair.backward()
+        pair.step(pair.d)
+        assert pair.gradients.pending() is None
+
+
+def test_zeroing_the_others_gradients_before_ones_own_step_is_normal(pair: Pair) -> None:
+    for _ in range(4):
+        pair.backward(detach=True)
+        pair.step(pair.d)
+        pair.g.zero_grad(set_to_none=False)
+        pair.backward()
+        pair.d.zero_grad(set_to_none=False)
+        pair.step(pair.g)
+        assert pair.gradients.pending() is None
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_part_stepped_more_rarely_than_the_body_ends_is_refused(
+    pair: Pair, to_none: bool
+) -> None:
+    """R1: the other optimizer's steps use nothing of what is accumulated for this one."""
+    told = []
+    for step in range(3):
+        pair.d.zero_grad(set_to_none=to_none)
+        pair.backward()
+        pair.step(pair.d)
+        if step == 2:
+            pair.step(pair.g)
+            pair.g.zero_grad(set_to_none=to_none)
+        told.append(pair.gradients.pending())
+    assert told[:2] == [None, None]
+    assert told[2] is not None
+    assert "g's last step" in told[2]
+    assert "accumulate=" in told[2]
+    assert "g.zero_grad()" in told[2]
+
+
+def test_a_step_put_off_to_the_next_body_is_refused(pair: Pair) -> None:
+    pair.backward()
+    pair.step(pair.d)
+    assert pair.gradients.pending() is None
+    pair.step(pair.g)
+    assert "g's last step" in (pair.gradients.pending() or "")
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_gradients_added_to_with_a_graph_of_their_own_are_still_known(pair: Pair) -> None:
+    """create_graph makes a new tensor of the sum, as if it had been zeroed."""
+    for step in range(2):
+        loss = pair.discriminator(pair.generator(torch.ones(1, 2))).pow(2).sum()
+        pair.scaler.scale(loss).backward(create_graph=True)
+        pair.step(pair.g if step else pair.d)
+        told = pair.gradients.pending()
+    assert "g's last step" in (told or "")
+    pair.g.zero_grad()
+    pair.d.zero_grad()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_added_to_without_autograd_are_told_apart_by_none_alone(to_none: bool) -> None:
+    """FSDP2 adds to a shard's gradient by hand: no hook sees whether it was zeroed in place."""
+    pair = Pair()
+    weight = pair.generator[0].weight
+
+    def add() -> None:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad += 1
+
+    told = None
     for _ in range(3):
-        d.zero_grad()
-        discriminator(generator(torch.ones(1, 2)).detach()).sum().backward()
-        d.step()
-        g.zero_grad()
-        discriminator(generator(torch.ones(1, 2))).sum().backward()
-        g.step()
+        pair.g.zero_grad(set_to_none=to_none)
+        add()
+        pair.g.step()
+        add()
+        pair.d.step()
+        told = told or pair.gradients.pending()
+    assert (told is None) == to_none
+    assert to_none or "set_to_none=True" in str(told)
+    pair.gradients.close()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_accumulation_in_one_parameter_alone_is_pending(large: bool) -> None:
+    """Whichever of many it is: none is too large or too late to be watched."""
+    model = nn.ModuleList(nn.Linear(2, 2 + size) for size in range(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = Gradients(Attached({"model": model, "optimizer": optimizer}))
+    sum(layer(torch.ones(1, 2)).sum() for layer in model).backward()
+    optimizer.step()
+    assert gradients.pending() is None
+    model[-1 if large else 0](torch.ones(1, 2)).sum().backward()
+    assert "optimizer" in (gradients.pending() or "")
+    gradients.close()
+
+
+def test_a_loop_that_never_zeroes_is_refused(loop: Loop) -> None:
+    """Each step uses the sum of all gradients since the process began; a restart would lose it."""
+    told = []
+    for _ in range(3):
+        loop.backward()
+        loop.step()
+        told.append(loop.gradients.pending())
+    assert "optimizer's last step" in (told[-1] or "")
+
+
+def test_gradients_a_replayed_graph_writes_anew_are_normal(loop: Loop) -> None:
+    """A CUDA graph writes the same tensors at every replay, and no version tells."""
+    loop.backward()
+    for _ in range(3):
+        for parameter in loop.model.parameters():
+            parameter.grad.numpy().fill(1.0)
+        loop.step()
+        assert loop.gradients.pending() is None
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_closure_that_zeroes_within_the_step_is_normal(to_none: bool) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, lr=0.1)
+    gradients = Gradients(Attached({"model": model, "optimizer": optimizer}))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=to_none)
+        loss = model(torch.eye(3)).sub(2).pow(2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
         assert gradients.pending() is None
     gradients.close()
 
 
-def test_closing_takes_the_hooks_off(loop: Loop) -> None:
-    hooks = loop.optimizer._optimizer_step_post_hooks
-    assert len(hooks) == 1
-    loop.gradients.close()
-    assert len(hooks) == 0
+def test_watching_keeps_no_gradient_alive(loop: Loop) -> None:
+    """It would cost a model's memory again during each backward."""
+    loop.backward()
+    loop.step()
+    assert loop.gradients.pending() is None
+    gradient = weakref.ref(loop.model[0].weight.grad)
+    assert gradient() is not None
+    loop.optimizer.zero_grad()
+    assert gradient() is None
+
+
+def test_closing_takes_the_hooks_off(pair: Pair) -> None:
+    hooks = pair.g._optimizer_step_post_hooks
+    pair.backward()
+    pair.step(pair.d)
+    assert pair.gradients.pending() is None
+    watch = pair.gradients._watches[0]
+    assert (len(hooks), len(watch._hooks)) == (1, 4)
+    assert not any(p._backward_hooks for p in pair.generator.parameters())
+    pair.gradients.close()
+    assert (len(hooks), len(watch._hooks)) == (0, 0)

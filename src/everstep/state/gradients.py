@@ -1,17 +1,29 @@
-"""Gradients that a step boundary would lose (R1): accumulated since the last optimizer step.
+"""Gradients that a step boundary would lose (R1): what a later optimizer step still uses of them.
 
-Owns: the optimizer step hooks and what they saw. Never does: raise, change a gradient. Called by:
-train at every boundary.
+Owns: the hooks on optimizers and parameters, and what they saw. Never does: raise, change a
+gradient, keep one alive. Called by: train at every boundary.
 
-A few of each optimizer's smallest gradients are remembered, as objects and by version, when a step
-ends. Unchanged ones at a boundary are what that step has used, which a loop that zeroes at the
-start of its body leaves behind. The references are kept so that a new gradient cannot take an old
-one's identity; they are the smallest ones so that this costs no memory. A step of any optimizer
-counts: with two of them (a GAN) the backward of one leaves gradients in the other's parameters.
+Every gradient is known by a weak reference and its version. Three of its moments matter:
+
+- At a boundary, one that has changed since the last step of *any* optimizer is accumulated for a
+  step to come: the boundary is refused at once.
+- One that its own optimizer has used, or that another optimizer's step came after (a GAN: the
+  backward of one network leaves gradients in the other), may stand at a boundary, since most loops
+  zero it before they add to it. Whether this one does cannot be known there, so it is remembered.
+- At the next step of its own optimizer, that step has used it all the same if nothing zeroed it
+  between: a boundary lay inside an accumulation, and the next one is refused.
+
+Setting to None shows by the reference. Zeroing in place and adding on look alike from outside (each
+moves the version by one), so where it matters a hook before the accumulation looks.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,83 +32,80 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from everstep.state import sharding
 from everstep.state.inspect import Attached
 
-_WATCHED = 4
+
+class _Marks(NamedTuple):
+    """Weak references to gradients and their versions, in the order of the parameters."""
+
+    references: list[Any]
+    versions: list[int]
 
 
-class _Seen(NamedTuple):
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    version: int
+class _Absent:
+    """Stands where a parameter has no gradient."""
+
+    _version = 0
+
+
+_ABSENT = _Absent()
+_NOTHING = weakref.ref(_ABSENT)
+_NONE = _Marks([], [])
+_WHOLE = frozenset({torch.Tensor, _Absent})
+"""Types whose version is that of their memory."""
+_gradient_of = operator.attrgetter("grad")
+_version_of = operator.attrgetter("_version")
 
 
 class Gradients:
     """Watches the attached optimizers until :meth:`close`. One for each run."""
 
     def __init__(self, attached: Attached) -> None:
-        self._optimizers = dict(attached.optimizers())
+        self._watches = [_Watch(*named) for named in attached.optimizers()]
         self._scalers = [held for _, held in attached.others() if isinstance(held, GradScaler)]
-        self._seen: dict[str, list[_Seen]] = {keyword: [] for keyword in self._optimizers}
         self._states = [_states(scaler) for scaler in self._scalers]
-        self._by_size: dict[str, list[torch.Tensor]] = {}
+        self._broken: str | None = None
         self._hooks = [
-            optimizer.register_step_post_hook(self._after_step)
-            for optimizer in self._optimizers.values()
+            watch.optimizer.register_step_post_hook(self._after_step) for watch in self._watches
         ]
-        self._remember()
 
     def pending(self) -> str | None:
-        """Why this boundary is none: gradients that no step has used, or None.
+        """Why this boundary is none, or an earlier one was none: gradients that no step had used
+        and that one was still to use. None where all is well.
 
         Call it at every boundary: a skip of the scaler is told from the state it leaves between
         two calls. Gradients that are all zero are not pending.
         """
+        broken, self._broken = self._broken, None
         skipped = self._skipped()
         self._states = [_states(scaler) for scaler in self._scalers]
         if skipped:
-            self._remember()
-            return None
-        for keyword, optimizer in self._optimizers.items():
-            if self._changed(keyword) and _any_nonzero(optimizer):
-                return _reason(keyword, bool(self._scalers))
-        return None
+            self._settle_all()
+        unused = [watch.keyword for watch in self._watches if watch.boundary()]
+        if broken is None and unused:
+            return _unused(unused[0], bool(self._scalers))
+        return broken
 
     def close(self) -> None:
-        """Take the hooks off and let the gradients go."""
+        """Take the hooks off and forget what they saw."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._seen = {keyword: [] for keyword in self._optimizers}
+        for watch in self._watches:
+            watch.close()
 
-    def _after_step(self, *_: Any) -> None:
-        self._remember()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for watch in self._watches:
+            if watch.optimizer is optimizer:
+                self._broken = watch.stepped() or self._broken
+            else:
+                watch.settle()
 
-    def _remember(self) -> None:
-        for keyword, optimizer in self._optimizers.items():
-            self._seen[keyword] = _first_with_gradient(self._smallest_first(keyword, optimizer))
-
-    def _smallest_first(self, keyword: str, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Sorted once, and anew when parameters were added: this runs in every step."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        parameters = self._by_size.get(keyword)
-        if parameters is None or len(parameters) != count:
-            parameters = self._by_size[keyword] = sorted(
-                _parameters(optimizer), key=torch.Tensor.numel
-            )
-        return parameters
-
-    def _changed(self, keyword: str) -> bool:
-        seen = self._seen[keyword]
-        gone = 0
-        for was in seen:
-            now = was.parameter.grad
-            if now is None:
-                gone += 1
-            elif now is not was.gradient or _version(now) != was.version:
-                return True
-        if gone == len(seen):
-            # Nothing was there, or all was set to None: whatever is there now is new.
-            return any(p.grad is not None for p in _parameters(self._optimizers[keyword]))
-        return False
+    def _settle_all(self) -> None:
+        """A scaler's update does not tell which optimizer it kept from stepping. With one there is
+        no question; with several, gradients count as those that another's step came after."""
+        for watch in self._watches:
+            watch.settle()
+            if len(self._watches) == 1:
+                watch.used = watch.settled
 
     def _skipped(self) -> bool:
         """Whether a scaler has stepped or updated since the last boundary. ``update`` replaces the
@@ -105,6 +114,163 @@ class Gradients:
             _states(scaler) is not before or _stepped(scaler)
             for scaler, before in zip(self._scalers, self._states, strict=True)
         )
+
+
+class _Watch:
+    """The gradients of one optimizer's parameters, which are known by their place among them.
+
+    ``used`` is what its last step left, ``settled`` what stood after the last step of any.
+    ``_left`` stood at the last boundary; of it ``_gone`` is known to be zeroed, ``_strays`` are
+    those that its own steps have not used, ``_carried`` those that were seen to be added to.
+    """
+
+    def __init__(self, keyword: str, optimizer: torch.optim.Optimizer) -> None:
+        self.keyword = keyword
+        self.optimizer = optimizer
+        self.used = self.settled = self._marks()
+        self._left = _NONE
+        self._gone: set[int] = set()
+        self._strays: set[int] = set()
+        self._carried: set[int] = set()
+        self._zeroed: set[int] = set()
+        self._hooks: dict[int, tuple[object, Any]] = {}
+
+    def settle(self) -> None:
+        """An optimizer has stepped."""
+        self.settled = self._marks()
+
+    def stepped(self) -> str | None:
+        """This optimizer has stepped: why the boundary before lay inside an accumulation."""
+        now = self._marks()
+        why = self._judge(now)
+        self.used = self.settled = now
+        self._left = _NONE
+        return why
+
+    def boundary(self) -> bool:
+        """Begin the time after a boundary. Whether gradients stand here that no step came after."""
+        now = self._marks()
+        if len(now.versions) < len(self.settled.versions):
+            self._begin_again(now)  # a group was taken out, and places have changed
+        fresh = _differing(now, self.settled)
+        unused = bool(fresh) and _any_nonzero(self._gradients(fresh))
+        # A boundary that is refused is no cut; fresh ones at any other are all zero.
+        self._left, self._gone = (_NONE if unused else now), fresh
+        one = self.settled is self.used
+        self._strays = set() if one else _differing(now, self.used) - fresh
+        self._carried.clear()
+        self._look_before_accumulation(self._strays)
+        return unused
+
+    def close(self) -> None:
+        self._begin_again(_NONE)
+
+    def _begin_again(self, now: _Marks) -> None:
+        for _, hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._zeroed.clear()
+        self._left, self.used, self.settled = _NONE, now, now
+
+    def _parameters(self) -> list[torch.Tensor]:
+        groups = self.optimizer.param_groups
+        return [*itertools.chain.from_iterable(group["params"] for group in groups)]
+
+    def _gradients(self, places: set[int]) -> list[torch.Tensor]:
+        parameters = self._parameters()
+        found = (parameters[at].grad for at in places)
+        return [gradient for gradient in found if gradient is not None]
+
+    def _marks(self) -> _Marks:
+        """Of every parameter, at every step and boundary: hence the plain loops of C."""
+        held: Any = [
+            _ABSENT if gradient is None else gradient
+            for gradient in map(_gradient_of, self._parameters())
+        ]
+        references = [*map(weakref.ref, held)]
+        if not _WHOLE.issuperset(map(type, held)):
+            held = [g if g is _ABSENT else sharding.local(g) for g in held]
+        return _Marks(references, [*map(_version_of, held)])
+
+    def _judge(self, now: _Marks) -> str | None:
+        """What the step that has just ended used of what stood at the boundary."""
+        same = [*map(operator.is_, now.references, self._left.references)]
+        if not self._carried and not any(same):
+            return None
+        carried, unseen, unclear = set(self._carried), set[int](), set[int]()
+        for at, is_same in enumerate(same):
+            if is_same and at not in self._gone and now.references[at] is not _NOTHING:
+                stands = now.versions[at] == self._left.versions[at]
+                if at in self._strays and at not in carried:
+                    (carried if stands else unseen).add(at)
+                elif not stands:
+                    # Of one that a step used before: every loop that zeroes in place at the start.
+                    # (Where even the version stands still, a CUDA graph has written it anew.)
+                    unclear.add(at)
+        self._look_before_accumulation(unclear)
+        if carried and _any_nonzero(self._gradients(carried)):
+            return _carried(self.keyword)
+        return _unseen(self.keyword) if unseen else None
+
+    def _look_before_accumulation(self, places: set[int]) -> None:
+        """From now on. Shards of FSDP2 get their gradients without autograd: there none runs."""
+        missing = places - self._hooks.keys()
+        parameters = self._parameters() if missing else []
+        for at in missing:
+            if parameters[at].requires_grad:
+                look = functools.partial(_look, weakref.ref(self), at, parameters[at])
+                # The parameter does not keep its node, so the hook lasts as long as both are held.
+                # A hook on the tensor itself would be seen where the user pickles it.
+                node: Any = torch.autograd.graph.get_gradient_edge(parameters[at]).node
+                self._hooks[at] = (node, node.register_prehook(look))
+
+    def look(self, at: int, gradient: torch.Tensor | None) -> None:
+        """This gradient is about to be added to. Whether it stood at the boundary."""
+        if at >= len(self._left.versions) or at in self._gone:
+            return
+        if gradient is not None and self._stands(at, gradient):
+            self._carried.add(at)
+        else:
+            self._carried.discard(at)
+            self._gone.add(at)
+
+    def _stands(self, at: int, gradient: torch.Tensor) -> bool:
+        if at in self._carried:  # and zeroed since, perhaps
+            return _any_nonzero([gradient])
+        if self._left.references[at] is not weakref.ref(gradient):
+            return False
+        if sharding.local(gradient)._version == self._left.versions[at]:
+            return at not in self._strays or _any_nonzero([gradient])
+        # What moved the version here was a zeroing once, and is looked at once.
+        if at not in self._zeroed and not _any_nonzero([gradient]):
+            self._zeroed.add(at)
+        return at not in self._zeroed
+
+
+def _look(
+    watching: weakref.ref[_Watch], at: int, parameter: torch.Tensor, _incoming: object
+) -> None:
+    watch = watching()
+    if watch is not None:
+        watch.look(at, parameter.grad)
+
+
+def _differing(now: _Marks, before: _Marks) -> set[int]:
+    """Places of gradients that are new or have changed. References are compared by identity: to
+    compare two live ones is to compare tensors."""
+    if now.versions == before.versions and all(
+        map(operator.is_, now.references, before.references)
+    ):
+        return set()
+    known = len(before.versions)
+    return {
+        at
+        for at, (reference, version) in enumerate(zip(*now, strict=True))
+        if reference is not _NOTHING
+        and not (
+            at < known and reference is before.references[at] and version == before.versions[at]
+        )
+    }
 
 
 def _states(scaler: GradScaler) -> Any:
@@ -116,35 +282,17 @@ def _stepped(scaler: GradScaler) -> bool:
     return any(state["stage"] is OptState.STEPPED for state in states.values())
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Any:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _first_with_gradient(parameters: list[torch.Tensor]) -> list[_Seen]:
-    found = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            found.append(_Seen(parameter, gradient, _version(gradient)))
-            if len(found) == _WATCHED:
-                break
-    return found
-
-
-def _version(gradient: torch.Tensor) -> int:
-    return sharding.local(gradient)._version
-
-
-def _any_nonzero(optimizer: torch.optim.Optimizer) -> bool:
+def _any_nonzero(gradients: Iterable[torch.Tensor]) -> bool:
     with torch.no_grad():
-        for parameter in _parameters(optimizer):
-            gradient = parameter.grad
-            if gradient is not None and bool(sharding.local(gradient).detach().abs().sum() != 0):
-                return True
-    return False
+        return any(bool(torch.count_nonzero(_elements(gradient))) for gradient in gradients)
 
 
-def _reason(keyword: str, has_scaler: bool) -> str:
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    held = sharding.local(gradient).detach()
+    return held._values() if held.is_sparse else held
+
+
+def _unused(keyword: str, has_scaler: bool) -> str:
     text = (
         f"{keyword}'s parameters hold gradients accumulated since the last optimizer step, and "
         "a cut here would lose them. Pass accumulate=<micro-batches per step> to run.steps, or "
@@ -153,3 +301,22 @@ def _reason(keyword: str, has_scaler: bool) -> str:
     if not has_scaler:
         text += " If a GradScaler skipped the step, attach it (scaler=...)."
     return text
+
+
+def _carried(keyword: str) -> str:
+    return (
+        f"{keyword}'s last step used gradients that had stood at the boundary before it and were "
+        "not zeroed since: a cut there lost them. Pass accumulate=<bodies per step of "
+        f"{keyword}> to run.steps, or zero them ({keyword}.zero_grad()) before the backward that "
+        "the step is to use."
+    )
+
+
+def _unseen(keyword: str) -> str:
+    return (
+        f"{keyword}'s last step may have used gradients that had stood at the boundary before it, "
+        "left there by another optimizer's backward: whether they were zeroed in place or added to "
+        f"cannot be seen here. Set them to None ({keyword}.zero_grad(set_to_none=True)) before the "
+        f"backward that the step is to use, or pass accumulate=<bodies per step of {keyword}> to "
+        "run.steps."
+    )
