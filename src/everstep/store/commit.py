@@ -38,6 +38,7 @@ def try_commit(folder: Folder, point: Point, world: int, report: Report | None) 
             raise _other_manifest(folder, point)
         points.reach("store.commit.before_last_look")
         _refuse_tombstone(folder, point)
+        _refuse_buried(folder, point, world)
     else:
         _check_existing(folder, point, world)
     _hint(folder, point, report)
@@ -82,7 +83,11 @@ def _indexes(folder: Folder, point: Point, world: int) -> list[tuple[Index, byte
         return None
     found = []
     for key in wanted:
-        data = folder.read_bytes(key, Index)
+        try:
+            data = folder.read_bytes(key, Index)
+        except ObjectMissing:
+            _refuse_tombstone(folder, point)
+            return None  # deleted since it was listed
         found.append((records.decode(data, Index, folder.key(key)), data))
     return found
 
@@ -125,6 +130,13 @@ def _check_existing(folder: Folder, point: Point, world: int) -> None:
 def _refuse_tombstone(folder: Folder, point: Point) -> None:
     if folder.exists(keys.tombstone(point)):
         raise _refused(folder, point, "it is being deleted")
+
+
+def _refuse_buried(folder: Folder, point: Point, world: int) -> None:
+    """A committer that was stopped for longer than a tombstone stays (a suspended machine) finds
+    none; but the indexes that it has read are gone, too."""
+    if not folder.exists(keys.index(point, 0, world)):
+        raise _refused(folder, point, "it was deleted long ago")
 
 
 def _hint(folder: Folder, point: Point, report: Report | None) -> None:

@@ -31,7 +31,6 @@ class SweepReport(msgspec.Struct, frozen=True):
     packs_deleted: int = 0
     bytes_freed: int = 0
     tombstones_removed: tuple[Point, ...] = ()
-    temporaries_removed: int = 0
 
 
 def execute(
@@ -55,13 +54,13 @@ def execute(
     grace = plan.policy.grace_seconds
     removed, freed, gone = _finish_all(folder, now, grace)
     orphans, orphan_bytes = _delete_unreferenced(folder, now, grace)
+    folder.backend.sweep_temporaries(now - grace)
     return SweepReport(
         tuple(ruling.point for ruling in going),
         tuple(ruling.point for ruling in plan.remove if ruling.point not in still),
         removed + orphans,
         freed + orphan_bytes,
         gone,
-        folder.backend.sweep_temporaries(now - grace),
     )
 
 
