@@ -76,16 +76,19 @@ class SimulatedDisk:
         """How many changes a power cut now could forget."""
         return sum(len(node.pending) for node in self._nodes())
 
-    def crash(self, fates: Sequence[int]) -> SimulatedDisk:
+    def crash(
+        self, fates: Sequence[int], *, clock: Callable[[], float] | None = None
+    ) -> SimulatedDisk:
         """The disk after a power cut: one of LOST, KEPT, TORN for each pending change, in order.
 
-        Missing fates are LOST. The new disk has nothing pending and no hook.
+        Missing fates are LOST. The new disk has nothing pending and no hook, and goes by ``clock``
+        where one is given.
         """
         rest = iter(fates)
         fate_of: dict[int, list[int]] = {
             id(node): [next(rest, LOST) for _ in node.pending] for node in self._nodes()
         }
-        found = SimulatedDisk(clock=self._clock)
+        found = SimulatedDisk(clock=clock or self._clock)
         found._ticks = self._ticks
         copy = _survivor(self._root, fate_of, {})
         assert isinstance(copy, _Folder)
