@@ -11,10 +11,12 @@ from typing import Any, cast
 import pytest
 from forked import Start
 
-from everstep.agent import tend
 from everstep.agent.keeper import NodeKeeper
 from everstep.agent.record import Recorder
-from everstep.agent.tend import END_SECONDS, PULSE_SECONDS, ROUSE_SECONDS, TRY_SECONDS, Tending
+from everstep.agent.tend import TELL_SECONDS, Tending
+from everstep.errors import KeeperError
+from everstep.keeper import pulse
+from everstep.keeper.pulse import END_SECONDS, LOOK_SECONDS, ROUSE_SECONDS
 
 SCRIPT = """
 import time
@@ -35,9 +37,14 @@ for step in run.steps(until=1000000):
 class Keepers(SimpleNamespace):
     """A keeper; ``comes`` says whether another can be started, ``done`` what was done to it."""
 
-    attached, comes, pid, log, tries = False, False, 1, "/var/log/keeper-0.log", 0
+    attached, comes, dead, pid, log, tries = False, False, False, 1, "/var/log/keeper-0.log", 0
 
-    def pump(self) -> None: ...
+    def pump(self) -> None:
+        if self.attached and self.dead:
+            raise KeeperError("it is gone.")
+
+    def lost(self) -> None:
+        self.attached = self.dead = False
 
     def recover(self) -> bool:
         self.tries += 1
@@ -62,17 +69,18 @@ def tending(keeper: Keepers) -> tuple[Tending, io.StringIO]:
 def test_that_no_keeper_can_be_started_is_said_once() -> None:
     keeper = Keepers(sign=0, done=[])
     one, said = tending(keeper)
-    one._next_try = 0.0
+    keeper.attached, keeper.dead = True, True
     for turn in range(4):
-        one.look(turn * TRY_SECONDS)
+        one.look(turn * TELL_SECONDS)
     assert keeper.tries == 4
     assert said.getvalue().count("no keeper could be started") == 1
     assert keeper.log in said.getvalue()
     keeper.comes = True
-    one.look(4 * TRY_SECONDS)
-    keeper.attached, keeper.comes = False, False
-    one._next_try = 0.0
-    one.look(5 * TRY_SECONDS)
+    one.look(4 * TELL_SECONDS)
+    keeper.dead, keeper.comes = True, False
+    one.look(5 * TELL_SECONDS)
+    assert said.getvalue().count("no keeper could be started") == 1, "it may be coming up"
+    one.look(6 * TELL_SECONDS)
     assert said.getvalue().count("no keeper could be started") == 2, "another one was lost"
 
 
@@ -80,7 +88,7 @@ def looks(one: Tending, start: float, seconds: float) -> float:
     now = start
     while now < start + seconds:
         one.look(now)
-        assert now < one.due <= now + PULSE_SECONDS
+        assert now < one.due <= now + LOOK_SECONDS
         now = one.due
     return now
 
@@ -124,9 +132,9 @@ def test_a_stopped_keeper_saves_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, remedy: str
 ) -> None:
     """Agents are forked from this process, with what is patched here."""
-    monkeypatch.setattr(tend, "PULSE_SECONDS", 0.1)
-    monkeypatch.setattr(tend, "ROUSE_SECONDS", 1.0 if remedy == "roused" else 1e9)
-    monkeypatch.setattr(tend, "END_SECONDS", 1e9 if remedy == "roused" else 1.0)
+    monkeypatch.setattr(pulse, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(pulse, "ROUSE_SECONDS", 1.0 if remedy == "roused" else 1e9)
+    monkeypatch.setattr(pulse, "END_SECONDS", 1e9 if remedy == "roused" else 1.0)
     agent = start("--run-path", "--start-method", "fork", "--snapshot-every", "2", script=SCRIPT)
     agent.until(lambda: agent.events("snapshot.complete"))
     keeper = int(str(agent.events("keeper.started")[-1].facts["pid"]))

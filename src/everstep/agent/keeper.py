@@ -10,6 +10,7 @@ keeper; workers hold their own. A new keeper gets them back (:class:`AdoptSlots`
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -25,6 +26,7 @@ from everstep.keeper.address import connect, keeper_name, peer_of, try_connect
 from everstep.keeper.client import error_of
 from everstep.keeper.control import ControlPage
 from everstep.keeper.identity import cpu_ticks
+from everstep.keeper.pulse import LOOK_SECONDS
 from everstep.keeper.spawn import log_path, start_keeper
 from everstep.keeper.wire import (
     MAX_DESCRIPTORS,
@@ -50,6 +52,10 @@ from everstep.keeper.wire import (
 CONNECT_SECONDS = 30.0
 DEATH_SECONDS = 2.0
 """From a broken connection to the process's end."""
+RECOVER_SECONDS = 2.0
+"""For each step of a keeper's way back; it takes tenths of a second, else it is tried again."""
+WORD_SECONDS = 10.0
+"""For a message that has begun to arrive."""
 BEGIN_SECONDS = 300.0
 """For BeginAttempt: the keeper may still be writing what an earlier attempt left."""
 
@@ -60,12 +66,22 @@ Answer = TypeVar("Answer", bound=Message)
 class NodeKeeper:
     """The keeper number ``index`` of the job on this host.
 
-    ``hear`` gets the events and last words that workers and keeper send; ``name`` is that of its
+    ``hear`` gets the events and last words that workers and keeper send; ``waiting`` is called
+    every :data:`LOOK_SECONDS` while an answer is waited for. ``name`` is that of its
     socket, as workers get it in EVERSTEP_KEEPER: made once, so that a link that is moved while
     the job runs does not hide the keeper. Not thread-safe.
     """
 
-    def __init__(self, settings: Settings, index: int, hear: Hear, *, listening: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        index: int,
+        hear: Hear,
+        *,
+        listening: bool,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._waiting = waiting
         self._settings = settings
         self._index = index
         self.name = keeper_name(settings.store, settings.job, index)
@@ -76,6 +92,8 @@ class NodeKeeper:
         self._pidfd = -1
         self._held: dict[SlotName, int] = {}
         self._begun: BeginAttempt | None = None
+        self._stop_by = math.inf
+        self._started = 0.0
         self._workers: WorkersStarted | None = None
         self.pid = 0
 
@@ -108,20 +126,20 @@ class NodeKeeper:
         link = try_connect(self.name)
         if link is not None:
             link.close()
-            return
-        fd = None if self._listener is None else self._listener.fileno()
-        self._process = start_keeper(self._settings, self._index, listen_fd=fd)
+        elif not self._is_starting():
+            fd = None if self._listener is None else self._listener.fileno()
+            self._process = start_keeper(self._settings, self._index, listen_fd=fd)
+            self._started = time.monotonic()
 
-    def attach(self) -> bool:
+    def attach(self, timeout: float = CONNECT_SECONDS) -> bool:
         """Connect to it, and give it the memory that is held here, which a keeper before it has
         left. True where it was there before this agent: adopted."""
-        self._link = connect(
-            self.name, timeout=CONNECT_SECONDS, started=self._process, log=self.log
-        )
+        self._link = connect(self.name, timeout=timeout, started=self._process, log=self.log)
+        self.pid = self._link.peer
         if self._link.peer:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._link.peer, signal.SIGCONT)  # else a stopped one is never adopted
-        answer = self._ask(Hello("agent", os.getpid()), Welcome, CONNECT_SECONDS)
+        answer = self._ask(Hello("agent", os.getpid()), Welcome, timeout)
         self.pid = answer.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._hand_memory()
@@ -129,7 +147,7 @@ class NodeKeeper:
 
     def begin(self, begin: BeginAttempt) -> AttemptBegun:
         """Begin an attempt. Raises what the keeper refuses with."""
-        self._begun, self._workers = begin, None
+        self._begun, self._workers, self._stop_by = begin, None, math.inf
         return self._ask(begin, AttemptBegun, BEGIN_SECONDS)
 
     def workers_started(self, pids: dict[int, int]) -> None:
@@ -141,12 +159,14 @@ class NodeKeeper:
         self._say(WorkersEnded(attempt))
 
     def preempt(self, grace: float) -> None:
+        """All ranks are to stop at one step within ``grace`` s."""
+        self._stop_by = time.monotonic() + grace
         self._say(Preempt(grace))
 
     def pump(self) -> None:
         """Hear everything that was said. Raises :class:`KeeperError` where the keeper is gone."""
         while self._link is not None and _readable(self._link):
-            self._take(*self._link.receive(timeout=10.0))
+            self._take(*self._link.receive(timeout=WORD_SECONDS))
 
     def signs(self) -> tuple[int, ...]:
         """What changes while the keeper moves: the turns of its loop, and the CPU time it took,
@@ -166,20 +186,25 @@ class NodeKeeper:
         self._signal(signal.SIGKILL)
 
     def lost(self) -> None:
-        """Let go of a keeper that is dead or does not speak; what it held stays held."""
-        # Its connections close one by one while it dies: the listening one last would take us in
-        # once more, and nobody would answer. One that lives on would keep the name from the next.
-        if self._pidfd >= 0 and not _ended(self._pidfd):
-            self.end()
-            _ended(self._pidfd)
+        """Let go of a keeper that is dead or does not speak; what it held stays held. One that
+        lives is met again: it may hold memory that nobody else does."""
+        if self._pidfd >= 0:
+            # Its connections close one by one while it dies: the listening one last would take us
+            # in once more, and nobody would answer.
+            select.select([self._pidfd], [], [], DEATH_SECONDS)
+        self._drop()
+
+    def part(self) -> None:
+        """Let go of a keeper that has refused, and so closed the connection."""
         self._drop()
 
     def recover(self) -> bool:
-        """A new keeper with the old one's memory. False where none could be started: worth trying
-        again later, and no error of training (R3)."""
+        """A new keeper with the old one's memory, or a few seconds of waiting for it: workers and
+        signals are not seen meanwhile. False where none came up yet: worth trying again later, and
+        no error of training (R3)."""
         try:
             self.launch()
-            self.attach()
+            self.attach(RECOVER_SECONDS)
             self._begin_again()
         except (EverstepError, OSError):
             self._drop()
@@ -192,6 +217,7 @@ class NodeKeeper:
 
     def leave(self) -> None:
         """The job is over for this agent: the keeper ends when its work is durable."""
+        self.rouse()  # nobody tends it any more
         self._say(Leave())
         self.close()
 
@@ -213,9 +239,22 @@ class NodeKeeper:
 
     def _begin_again(self) -> None:
         if self._begun is not None:
-            self._ask(self._begun, AttemptBegun, BEGIN_SECONDS)
+            self._ask(self._begun, AttemptBegun, RECOVER_SECONDS)
         if self._workers is not None and self._link is not None:
             self._link.send(self._workers)
+        if self._stop_by < math.inf and self._link is not None:
+            self._link.send(Preempt(max(0.0, self._stop_by - time.monotonic())))
+
+    def _is_starting(self) -> bool:
+        """Whether the process that was started last may still come up; one that takes too long
+        is ended."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        if time.monotonic() - self._started < CONNECT_SECONDS:
+            return True
+        self._process.kill()
+        self._process.wait()
+        return False
 
     def _ask(self, question: Message, kind: type[Answer], timeout: float) -> Answer:
         if self._link is None:
@@ -223,7 +262,11 @@ class NodeKeeper:
         self._link.send(question)
         deadline = time.monotonic() + timeout
         while True:
-            message, fds = self._link.receive(timeout=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            if not _readable(self._link, min(left, LOOK_SECONDS)) and left:
+                self._waiting()
+                continue
+            message, fds = self._link.receive(timeout=min(left, WORD_SECONDS))
             if isinstance(message, kind):
                 return message
             if isinstance(message, Refused):
@@ -313,10 +356,5 @@ def _listen() -> socket.socket:
     return listener
 
 
-def _ended(pidfd: int) -> bool:
-    """Whether the process ends within :data:`DEATH_SECONDS`."""
-    return bool(select.select([pidfd], [], [], DEATH_SECONDS)[0])
-
-
-def _readable(link: Link) -> bool:
-    return bool(select.select([link], [], [], 0)[0])
+def _readable(link: Link, timeout: float = 0.0) -> bool:
+    return bool(select.select([link], [], [], timeout)[0])

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import socket
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from everstep.agent import agree, report, torch_events, workers
 from everstep.agent.decide import AttemptEnd, Decision, History, decide
 from everstep.agent.flags import UNLIMITED, Launch
-from everstep.agent.keeper import NodeKeeper, claim_index, hold_index, holder_of
+from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
 from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
@@ -35,6 +36,7 @@ from everstep.agent.rendezvous import (
     Round,
 )
 from everstep.agent.signals import Interrupted, Signals
+from everstep.agent.tend import TRY_SECONDS, Tending
 from everstep.agent.watch import Learnt, Watch
 from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
@@ -72,7 +74,11 @@ class Agent:
         self._failures: list[report.Failure] = []
         self._index, self._number_lock = self._own_number()
         several = launch.config.max_nodes > 1
-        self._keeper = NodeKeeper(settings, self._index, self._hear, listening=several)
+        self._keeper = NodeKeeper(
+            settings, self._index, self._hear, listening=several,
+            waiting=lambda: self._tending.feel(time.monotonic()),
+        )  # fmt: skip
+        self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
         self._meeting = Meeting(launch.config)
 
@@ -191,7 +197,9 @@ class Agent:
             try:
                 return plan, self._begin(round_, plan)
             except AttemptLived:
-                attempt = 0  # the state is there, under this number: the next one goes on from it
+                # The state is there, under this number: the next one goes on from it.
+                attempt = 0
+                self._keeper.part()
 
     @property
     def _patience(self) -> float:
@@ -221,9 +229,8 @@ class Agent:
         except KeeperError as lost:
             if not lost.retryable:
                 raise
-            self._keeper.lost()
-            if not self._keeper.recover():
-                raise
+            self._tending.lost(lost)
+            self._recover(lost)
             port = self._keeper.begin(begin).port
         self._record.say(
             "attempt.started",
@@ -232,6 +239,14 @@ class Agent:
             nodes=len(plan.nodes), restarts=plan.restarts, agent_pid=os.getpid(),
         )  # fmt: skip
         return port
+
+    def _recover(self, lost: KeeperError) -> None:
+        """Another keeper, tried for as long as one may take to come up."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while not self._tending.recover():
+            if time.monotonic() >= deadline:
+                raise lost
+            time.sleep(TRY_SECONDS)
 
     def _attach(self) -> None:
         if self._keeper.attached:
@@ -278,7 +293,7 @@ class Agent:
     def _watch(self, round_: Round, group: Workers) -> NodeEnd:
         return Watch(
             round_=round_, meeting=self._meeting, workers=group, keeper=self._keeper,
-            learnt=self._learnt, signals=self._signals, record=self._record,
+            tending=self._tending, learnt=self._learnt, signals=self._signals, record=self._record,
             grace=self._launch.settings.grace,
             shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
             listen_every=self._launch.config.monitor_interval,

@@ -1,44 +1,22 @@
-"""The keeper while an attempt runs: heard, roused where it is stopped, replaced where it is dead.
+"""The keeper while it is needed: heard, roused where it is stopped, replaced where it is dead.
 
-Owns: when a silent keeper counts as stopped, and as dead. Never does: anything to workers: training
-goes on without a keeper. Called by: watch.
+Owns: what is said of it. Never does: anything to workers: training goes on without a keeper.
+Called by: watch while workers run, the loop while an attempt begins.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 from everstep.agent.keeper import NodeKeeper
 from everstep.agent.record import Recorder
 from everstep.errors import KeeperError
+from everstep.keeper.pulse import Pulse, told
 
-TRY_SECONDS = 5.0
+TRY_SECONDS = 1.0
 """Between two tries to bring a keeper back."""
-PULSE_SECONDS = 1.0
-"""Between two looks at whether it moves."""
-ROUSE_SECONDS = 10.0
-"""Without a move, after which it is told to go on. It moves by itself every 5 s at the latest."""
-END_SECONDS = 30.0
-"""Without a move, after which it is ended and replaced."""
-
-
-class Pulse:
-    """For how long a process has shown no sign of life. Time in which nobody looked, because this
-    process stood still too, does not count."""
-
-    def __init__(self) -> None:
-        self._sign: Hashable = None
-        self._seen = -math.inf
-        self._silent = 0.0
-
-    def feel(self, now: float, sign: Hashable) -> float:
-        """Seconds for which ``sign`` has been the same in looks at most twice
-        :data:`PULSE_SECONDS` apart."""
-        passed = min(now - self._seen, 2 * PULSE_SECONDS)
-        self._silent = self._silent + passed if sign == self._sign else 0.0
-        self._sign, self._seen = sign, now
-        return self._silent
+TELL_SECONDS = 10.0
+"""Without a keeper, after which that is said: one may take seconds to come up."""
 
 
 class Tending:
@@ -48,67 +26,73 @@ class Tending:
         self._keeper = keeper
         self._record = record
         self._pulse = Pulse()
-        self._next_pulse = 0.0
-        self._next_try = math.inf
-        self._roused = False
+        self._next_try = self._away_since = math.inf
         self._told = False
 
     @property
     def due(self) -> float:
         """When :meth:`look` has something to do though the keeper said nothing."""
-        return self._next_pulse if self._keeper.attached else self._next_try
+        return self._pulse.due if self._keeper.attached else self._next_try
 
     def look(self, now: float) -> None:
         """Hear it, and do what its state asks for."""
         try:
             self._keeper.pump()
         except KeeperError as lost:
-            self._record.say("keeper.lost", f"the keeper was lost: {lost.what}", level="warning")
-            self._keeper.lost()
-            self._next_try = now
+            self.lost(lost)
+            self._next_try = self._away_since = now
         if self._keeper.attached:
-            self._feel(now)
+            self.feel(now)
         elif now >= self._next_try:
             self._bring_back(now)
 
-    def _feel(self, now: float) -> None:
-        if now < self._next_pulse:
+    def feel(self, now: float) -> None:
+        """See whether it moves, and help where it does not."""
+        if now < self._pulse.due or not self._keeper.attached:
             return
-        self._next_pulse = now + PULSE_SECONDS
-        silent = self._pulse.feel(now, self._keeper.signs())
-        if silent >= END_SECONDS:
-            self._say_silent(silent, "it is ended, and another takes over its memory")
-            self._keeper.end()
-            self._pulse = Pulse()
-        elif silent >= ROUSE_SECONDS and not self._roused:
-            self._say_silent(silent, "it may be stopped and is told to go on")
-            self._keeper.rouse()
-        self._roused = silent >= ROUSE_SECONDS
-
-    def _say_silent(self, silent: float, what_next: str) -> None:
-        pid = self._keeper.pid
+        silent = self._pulse.silent
+        need = self._pulse.feel(now, self._keeper.signs())
+        if need == "nothing":
+            return
+        pid, seconds = self._keeper.pid, max(silent, self._pulse.silent)
         self._record.say(
-            "keeper.silent",
-            f"the keeper (pid {pid}) has not moved for {silent:.0f} s, training goes on and "
-            f"nothing is saved: {what_next}",
-            level="warning", pid=pid, seconds=silent,
+            "keeper.silent", told(pid, need, seconds), level="warning", pid=pid, seconds=seconds
+        )
+        if need == "rouse":
+            self._keeper.rouse()
+        else:
+            self._keeper.end()
+
+    def hurry(self) -> None:
+        """It is needed now: a grace period runs."""
+        self._pulse.hurry()
+
+    def lost(self, lost: KeeperError) -> None:
+        """Let go of it."""
+        self._record.say("keeper.lost", f"the keeper was lost: {lost.what}", level="warning")
+        self._keeper.lost()
+
+    def recover(self) -> bool:
+        """Bring another one up with its memory, and say so. False where that was not possible."""
+        if not self._keeper.recover():
+            return False
+        self._told = False
+        self._record.say(
+            "keeper.started", f"a new keeper (pid {self._keeper.pid}) took over its memory",
+            pid=self._keeper.pid, adopted=False,
         )  # fmt: skip
+        return True
 
     def _bring_back(self, now: float) -> None:
-        if self._keeper.recover():
+        if self.recover():
             self._next_try = math.inf
-            self._told = False
-            self._record.say(
-                "keeper.started", f"a new keeper (pid {self._keeper.pid}) took over its memory",
-                pid=self._keeper.pid, adopted=False,
-            )  # fmt: skip
             return
         self._next_try = now + TRY_SECONDS
-        if not self._told:
+        if not self._told and now - self._away_since >= TELL_SECONDS:
             self._told = True
             self._record.say(
                 "keeper.unreachable",
                 f"no keeper could be started: training goes on, nothing is saved. It is tried "
-                f"again every {TRY_SECONDS:g} s; see {self._keeper.log}",
+                f"again and again; see {self._keeper.log}",
                 level="error",
             )

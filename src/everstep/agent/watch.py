@@ -76,6 +76,7 @@ class Watch:
         meeting: Meeting,
         workers: Workers,
         keeper: NodeKeeper,
+        tending: Tending,
         learnt: Learnt,
         signals: Signals,
         record: Recorder,
@@ -88,7 +89,7 @@ class Watch:
         self._meeting = meeting
         self._workers = workers
         self._keeper = keeper
-        self._tending = Tending(keeper, record)
+        self._tending = tending
         self._learnt = learnt
         self._signals = signals
         self._record = record
@@ -198,6 +199,7 @@ class Watch:
             "signal.received", f"{number.name}: stopping", signal=number.name, preempted=preempted
         )
         if preempted:
+            self._tending.hurry()
             self._keeper.preempt(self._grace)
             self._kill_by(now + self._grace, f"{number.name}, and the grace period is over")
         else:

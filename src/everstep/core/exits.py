@@ -24,7 +24,8 @@ MEANING: dict[int, str] = {
     NO_STORE: "the store cannot be read or written now (EVS-2xx; a path that can never be a store "
     "is 2), so no attempt could be started; "
     "start the job again when it can",
-    PREEMPTED: "stopped by SIGTERM after a cut; start the job again and it goes on",
+    PREEMPTED: "stopped by SIGTERM, after a cut where the grace period allowed one; start the job "
+    "again and it goes on",
     NOT_DURABLE: "all steps ran, but the last checkpoint could not be committed in time; "
     "the keeper holds it and goes on trying",
     NO_RECOVERY_POINT: "a recovery point is expected and none verifies (EVS-401)",

@@ -116,6 +116,7 @@ class Attempt:
 
     def begin(self, connection: Connection, message: BeginAttempt) -> None:
         """Begin an attempt, or confirm the one that is served. Answers when it has begun."""
+        self._check_promise(connection, message)
         self._check_not_over(message.attempt)
         if self._confirms(connection, message):
             assert self._begun is not None, "a launch without a begin"
@@ -171,7 +172,6 @@ class Attempt:
         if message.launch != self._node.launch or message.attempt not in (0, self._node.attempt):
             return False
         if connection.hello.role == "agent":
-            self._check_promise(connection, message)
             return True
         if connection.process == self._begun_by.process:
             return bool(message.attempt) or not self._node.is_new_life(connection)
@@ -184,10 +184,10 @@ class Attempt:
         return False
 
     def _check_promise(self, connection: Connection, message: BeginAttempt) -> None:
-        """An agent died after it had promised an attempt, and the next one was given its number
-        by the store. The claim is as good as the first one's; the attempt has been lived."""
+        """An agent died after it had promised attempts, and the store gave one of their numbers to
+        the next one. The claim is as good as the first one's; the attempt has been lived."""
         another = connection.process != self._begun_by.process
-        if another and message.attempt in self._node.promised:
+        if another and message.agent and message.attempt in self._node.promised:
             self._node.agents.add(message.agent)
             raise AttemptLived(
                 f"attempt {message.attempt} was lived through already, by an agent that died "

@@ -261,8 +261,10 @@ class Boundary:
     def _stop_here(self, step: int) -> None:
         began = time.monotonic() if self._term_since is None else self._term_since
         deadline = began + self._settings.grace
-        self._connection.arrived(step)
+        met = 0
         while time.monotonic() < deadline:
+            if met != (met := self._connection.keepers_met()):
+                self._connection.arrived(step)  # said to each keeper: the one before may be dead
             _, stop_step, final = self._connection.published_stop()
             if stop_step > step:
                 return  # another rank is further: run on to its step
