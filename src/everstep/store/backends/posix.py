@@ -6,11 +6,18 @@ what was not synced. Never does: decisions, retries, error translation. Called b
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
+
+
+LOCK_SECONDS = 10.0
+"""For a lock that another holds."""
 
 
 class FileInfo(NamedTuple):
@@ -63,7 +70,8 @@ class Os(Protocol):
         ...
 
     def lock(self, path: str) -> AbstractContextManager[None]:
-        """Hold an exclusive lock, between threads and processes, while the context is open."""
+        """Hold an exclusive lock, between threads and processes, while the context is open;
+        ``ETIMEDOUT`` where another keeps it."""
         ...
 
 
@@ -130,8 +138,33 @@ class PosixOs:
     def lock(self, path: str) -> Iterator[None]:
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
-            # flock belongs to the open file, so it also keeps threads of one process apart.
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _take_lock(fd)
             yield
         finally:
             os.close(fd)
+
+
+def _take_lock(fd: int) -> None:
+    # flock belongs to the open file, so it also keeps threads of one process apart. It is held for
+    # milliseconds; a holder that was stopped in between would keep everybody waiting for ever.
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                break
+        time.sleep(0.005)
+    whose = _holder(os.fstat(fd).st_ino)
+    raise TimeoutError(errno.ETIMEDOUT, f"its lock has been held for {LOCK_SECONDS:g} s by {whose}")
+
+
+def _holder(inode: int) -> str:
+    """Who holds a lock on the file, as far as this machine knows."""
+    with contextlib.suppress(OSError), open("/proc/locks") as table:
+        for line in table:
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
+                return f"process {fields[4]}, which may be stopped"
+    return "another process, on this host or another"
