@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
-
 LOCK_SECONDS = 10.0
 """For a lock that another holds."""
 
