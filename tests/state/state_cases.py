@@ -58,6 +58,8 @@ def put_back(attached: Attached, saved: Cut) -> dict[str, Any]:
 
 def content(value: Any) -> Any:
     """A deep copy in which tensors are their bytes and facts, so that == is bit-exact."""
+    if isinstance(value, torch.Tensor) and value.is_quantized:
+        return [str(value.dtype), tuple(value.shape), content(value.int_repr()), *_scales(value)]
     if isinstance(value, torch.Tensor):
         facts = (str(value.dtype), tuple(value.shape), str(value.device))
         plain = value.detach().resolve_conj().resolve_neg()
@@ -70,6 +72,13 @@ def content(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [content(held) for held in value]
     return copy.deepcopy(value)
+
+
+def _scales(value: torch.Tensor) -> list[Any]:
+    if value.qscheme() == torch.per_tensor_affine:
+        return [value.qscheme(), value.q_scale(), value.q_zero_point()]
+    scales, zeros = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+    return [value.qscheme(), content(scales), content(zeros), value.q_per_channel_axis()]
 
 
 def optimizer_content(optimizer: torch.optim.Optimizer) -> Any:

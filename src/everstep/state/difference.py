@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from everstep.core.layout import RankState, TensorRef
 from everstep.errors import StateMismatch
-from everstep.state import sharding
+from everstep.state import quantized, sharding
 from everstep.state.inspect import Attached, group_names, type_name
 from everstep.state.memory import dtype_name
 from everstep.state.modules import Site
@@ -61,6 +61,7 @@ def _names(attached: Attached, state: RankState, tree: Objects) -> Iterator[str]
     sites = live_sites(attached)
     saved = {ref.fqn: ref for ref in state.refs}
     volatile = {f"{k}.{n}" for k, record in tree.modules.items() for n in record.volatile}
+    as_integers = {f"{k}.{n}" for k, record in tree.modules.items() for n in record.quantized}
     absent = {f"{k}.{n}" for k, record in tree.modules.items() for n in record.absent}
     modules = tuple(f"{keyword}." for keyword in tree.modules)
     extras = tuple(f"{k}.{n}" for k, record in tree.modules.items() for n in record.extra)
@@ -77,18 +78,25 @@ def _names(attached: Attached, state: RankState, tree: Objects) -> Iterator[str]
         if name not in known and site.tensor is not None and not site.volatile:
             yield f"new: {name} is in the module, but not in the state"
         elif name in known and not site.volatile:
-            yield from _changed(name, site, saved.get(state.aliases.get(name, name)))
+            ref = saved.get(state.aliases.get(name, name))
+            yield from _changed(name, site, ref, was_quantized=name in as_integers)
     yield from _ties(sites, held, state.aliases)
 
 
-def _changed(name: str, site: Site, ref: TensorRef | None) -> Iterator[str]:
+def _changed(name: str, site: Site, ref: TensorRef | None, *, was_quantized: bool) -> Iterator[str]:
     if ref is None or site.tensor is None:
         if (ref is None) != (site.tensor is None) and not site.is_buffer:
             yield f"changed: {name} is {'new' if ref is None else 'gone'}"
         return
-    part = sharding.local(site.tensor)
-    if tuple(site.tensor.shape) != ref.shape:
-        yield f"changed: {name} had shape {ref.shape} and has {tuple(site.tensor.shape)}"
+    tensor, is_quantized = site.tensor, site.tensor.is_quantized
+    if is_quantized != was_quantized:
+        yield f"changed: {name} is {'' if is_quantized else 'not '}quantized now"
+        return
+    if is_quantized:
+        tensor = quantized.raw(tensor, name)
+    part = sharding.local(tensor)
+    if tuple(tensor.shape) != ref.shape:
+        yield f"changed: {name} had shape {ref.shape} and has {tuple(tensor.shape)}"
     elif dtype_name(part.dtype) != ref.dtype:
         yield f"changed: {name} had dtype {ref.dtype} and has {dtype_name(part.dtype)}"
     elif tuple(part.shape) != ref.box.sizes:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from everstep.errors import UnsavableObject
-from everstep.state import sharding
+from everstep.state import quantized, sharding
 from everstep.state.memory import OPAQUE, dtype_of
 
 Path = tuple["Path | None", object]
@@ -33,6 +33,7 @@ _BIG_INT, _COMPLEX, _TUPLE, _SET, _FROZENSET, _DICT, _ORDERED, _DEFAULT, _COUNTE
 _NUMPY_SCALAR, _NUMPY_ARRAY, _DTYPE, _DEVICE, _SIZE, _TENSOR, _BLOB, _TEXT, _BYTEARRAY = range(
     10, 19
 )
+_QUANTIZED = 19
 
 _FACTORIES: dict[str, Any] = {
     "": None, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
@@ -198,11 +199,18 @@ class _Packer:
         name = render(path)
         if self._tensor is None:
             raise UnsavableObject(f"{name} is a tensor where only plain values can be saved.")
+        if value.is_quantized:
+            return self.quantized(self._tensor, value, name)
         index = self._tensor(value, name)
         dtype = str(value.dtype).removeprefix("torch.") if value.dtype in OPAQUE else ""
         parameter = isinstance(value, torch.nn.Parameter)
         spec = sharding.describe(value) if sharding.is_dtensor(value) else None
         return self.extension(_TENSOR, [index, dtype, parameter, value.requires_grad, spec])
+
+    def quantized(self, index: TensorIndex, value: torch.Tensor, name: str) -> Any:
+        at = index(quantized.raw(value, name), name)
+        parameter = isinstance(value, torch.nn.Parameter)
+        return self.extension(_QUANTIZED, [at, parameter, quantized.describe(value)])
 
     def numpy_scalar(self, value: Any, path: Path) -> Any:
         if value.dtype.kind not in _NUMPY_KINDS:
@@ -287,6 +295,8 @@ class _Unpacker:
         inner = self.decode(data)
         if code == _TENSOR:
             return self._restore(*inner)
+        if code == _QUANTIZED:
+            return self._requantized(*inner)
         return _NESTED[code](inner)
 
     def _restore(
@@ -304,6 +314,10 @@ class _Unpacker:
         if requires_grad and not held.requires_grad:
             held.requires_grad_(True)
         return held
+
+    def _requantized(self, index: int, parameter: bool, spec: list[Any]) -> torch.Tensor:
+        made = quantized.rebuild(self._tensors[index], spec)
+        return torch.nn.Parameter(made, requires_grad=False) if parameter else made
 
 
 def _numpy_scalar(inner: Any) -> Any:

@@ -231,10 +231,14 @@ class _Reading:
 
     def _module(self, keyword: str, module: nn.Module) -> ModuleRecord:
         found = walk(module, world=self.attached.world)
+        quantized = {}
         for site in found.sites:
             if site.tensor is not None:
                 sharing = self._sharing(keyword, site)
                 name = f"{keyword}.{site.fqn}"
+                if site.tensor.is_quantized:
+                    quantized[site.fqn] = self._encode(site.tensor, name, sharing, unique=True)
+                    continue
                 self._add(name, site.tensor, sharing, unique=True)
                 if not site.is_buffer:
                     self._parameters.setdefault(id(site.tensor), (name, sharing))
@@ -246,6 +250,7 @@ class _Reading:
                 for name, holder in found.extras.items()
             },
             flags=flags_of(found),
+            quantized=quantized,
         )
 
     def _sharing(self, keyword: str, site: Site) -> Sharing:
@@ -291,7 +296,7 @@ class _Reading:
         sharing = self._parameter_sharing(keyword, parameter)
         tensors, rest, dtypes, sharded = {}, {}, {}, []
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or value.is_quantized:
                 rest[key] = value
                 continue
             tensors[key] = self._add(f"{prefix}.{key}", value, sharing)
@@ -307,8 +312,11 @@ class _Reading:
         sharing: Sharing = "replicated" if keyword in self.attached.replicated else "own"
         return self._encode(held.state_dict(), keyword, sharing)
 
-    def _encode(self, value: object, path: str, sharing: Sharing) -> bytes:
-        return encode(value, path, lambda tensor, name: self._add(name, tensor, sharing))
+    def _encode(self, value: object, path: str, sharing: Sharing, *, unique: bool = False) -> bytes:
+        def add(tensor: torch.Tensor, name: str) -> int:
+            return self._add(name, tensor, sharing, unique=unique)
+
+        return encode(value, path, add)
 
     def _add(
         self, name: str, tensor: torch.Tensor, sharing: Sharing, *, unique: bool = False

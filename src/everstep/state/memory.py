@@ -36,7 +36,7 @@ Fingerprint = tuple[Any, ...]
 
 def dtype_name(dtype: torch.dtype) -> str | None:
     """The dtype's name in a layout; those without one of their own are kept as raw integers.
-    None for quantized dtypes, whose scale and zero point are no bytes of the tensor."""
+    None for quantized dtypes (see :mod:`everstep.state.quantized`) and those of a newer torch."""
     return _NAMES.get(dtype) or OPAQUE.get(dtype)
 
 
@@ -78,8 +78,8 @@ def _unfit(tensor: torch.Tensor) -> str:
         return "it is on the meta device and has no data"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}"
-    if tensor.is_quantized or dtype_name(tensor.dtype) is None:
-        return "quantized dtypes carry more than their bytes"
+    if dtype_name(tensor.dtype) is None:
+        return "a checkpoint has no name for its dtype"
     if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         return "this tensor subclass keeps its data in other tensors"
     return ""

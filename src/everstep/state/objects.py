@@ -17,13 +17,15 @@ class ModuleRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A module besides its tensors. Names are relative to the keyword.
 
     ``absent`` are buffers registered as None, ``volatile`` those that torch leaves out of a state
-    dict, ``extra`` each ``get_extra_state`` (encoded), ``flags`` what DDP wrappers remember.
+    dict, ``extra`` each ``get_extra_state`` (encoded), ``flags`` what DDP wrappers remember,
+    ``quantized`` each quantized tensor (encoded), whose integers stand under its name.
     """
 
     absent: tuple[str, ...] = ()
     volatile: tuple[str, ...] = ()
     extra: dict[str, bytes] = {}
     flags: dict[str, bool] = {}
+    quantized: dict[str, bytes] = {}
 
 
 class EntryRecord(msgspec.Struct, frozen=True, omit_defaults=True):

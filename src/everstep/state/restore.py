@@ -177,10 +177,16 @@ class _Putting:
         record = self.tree.modules[keyword]
         found = walk(module, world=self.attached.world)
         by_name = {ref.fqn: at for at, ref in enumerate(self.state.refs)}
+        made: dict[str, torch.Tensor] = {}
         for site in found.sites:
             name = f"{keyword}.{site.fqn}"
             if site.fqn in record.absent:
                 site.holder[site.key] = None
+            elif site.fqn in record.quantized:
+                first = self.state.aliases.get(name, name)
+                if first not in made:
+                    made[first] = self.decode(record.quantized[site.fqn])
+                site.holder[site.key] = made[first]
             elif site.is_buffer:
                 self._buffer(site, by_name.get(self.state.aliases.get(name, name)))
         for name, holder in found.extras.items():
