@@ -207,5 +207,5 @@ class Job:
         return next(iter(self._folder.list("")), None) is not None
 
     def pack_keys(self, point: Point) -> Sequence[str]:
-        """Whole keys of the point's packs (the drill damages them)."""
+        """Whole keys of the point's packs, whether an index names them or not."""
         return [self._folder.key(info.key) for info in self._folder.list(keys.pack_prefix(point))]

@@ -50,7 +50,6 @@ class AroundReport(msgspec.Struct, frozen=True):
     """What was read of a job besides its sound checkpoints. ``damage`` is what is wrong with it,
     ``unknown`` what only a later version of everstep can read."""
 
-    deep: bool
     objects: int
     bytes_read: int
     damage: tuple[str, ...] = ()
@@ -77,7 +76,7 @@ def verify_around(folder: Folder, *, deep: bool, clock: Clock) -> AroundReport:
             _count(tally, info, partial(_check_record, folder, info.key, _REFS[info.key]))
     if deep:
         _walk_steps(folder, clock, tally)
-    return AroundReport(deep, tally.objects, tally.bytes, tuple(tally.damage), tuple(tally.unknown))
+    return AroundReport(tally.objects, tally.bytes, tuple(tally.damage), tuple(tally.unknown))
 
 
 def _walk_attempts(folder: Folder, tally: Tally) -> None:

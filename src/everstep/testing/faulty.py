@@ -109,9 +109,6 @@ class FaultyBackend:
     def sweep_temporaries(self, older_than: float) -> int:
         return self._pass("sweep_temporaries", "", lambda: self.inner.sweep_temporaries(older_than))
 
-    def report(self) -> dict[str, int | str]:
-        return self.inner.report()
-
     def _pass(
         self, call: str, key: str, do: Callable[[], T], tear: Callable[[], None] | None = None
     ) -> T:

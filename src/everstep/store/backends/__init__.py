@@ -45,7 +45,6 @@ class Backend(Protocol):
     """Objects under keys such as ``jobs/a/steps/x/manifest``. Safe for threads and processes.
 
     Failures are :class:`everstep.errors.StoreError` or its subclasses and name the key.
-    ``report`` tells how bytes were written (for the doctor and the bench): names to figures.
     """
 
     url: str
@@ -95,8 +94,6 @@ class Backend(Protocol):
     def sweep_temporaries(self, older_than: float) -> int:
         """Remove what unfinished creates left before ``older_than`` (store time); how many."""
         ...
-
-    def report(self) -> dict[str, int | str]: ...
 
 
 def parts_of(parts: Buffer | Iterable[Buffer]) -> Iterable[Buffer]:

@@ -95,9 +95,6 @@ class MemoryBackend:
         del older_than  # a create here leaves nothing behind
         return 0
 
-    def report(self) -> dict[str, int | str]:
-        return {}
-
     def _set(self, key: str, data: bytes) -> Version:
         self._count += 1
         self.objects[key] = data
