@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from forked import Agent, Start, alive, rendezvous, wait_for
 
+from everstep.agent import agree, watch
 from everstep.agent import line as lines
-from everstep.core import exits
+from everstep.core import exits, points
 
 SCRIPT = """
 import os, signal, time
@@ -156,6 +157,35 @@ def test_healthy_workers_train_on_while_the_leaders_agent_hangs(
     leader.kill(signal.SIGCONT)
     (tmp_path / "go").touch()
     assert [leader.wait(), follower.wait()] == [0, 0], leader.said() + follower.said()
+
+
+def test_a_node_whose_agent_dies_before_its_workers_start_is_missed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing breaks then: the leader's workers would wait for the other ones for half an hour."""
+    monkeypatch.setattr(watch, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(agree, "ENDS_SECONDS", 1.0)
+    flags = rendezvous("c10d")
+    script = """
+import os, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(600)
+"""
+    leader = start(*flags[0], script=script)
+    leader.until(lambda: _hosts_store(leader, flags[0]))
+    with monkeypatch.context() as patched:
+        patched.setattr(points, "_reach", _die_before_workers)
+        dead = start(*flags[1], script=script)
+    assert dead.wait() == -signal.SIGKILL
+    leader.until(lambda: leader.events("workers.killed"))
+    assert "node 1 has not begun the attempt" in leader.events("workers.killed")[0].text
+    other = start(*flags[1], script=script)
+    assert [leader.wait(), other.wait()] == [0, 0], leader.said() + other.said()
+
+
+def _die_before_workers(point: str) -> None:
+    if point == "agent.workers.before_start":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_node_that_never_comes_is_a_clear_error(start: Start) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from everstep.agent.decide import WorkerEnd, describe, peaceful
 from everstep.agent.keeper import NodeKeeper
+from everstep.agent.line import SILENT_SECONDS
 from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Meeting, NodeEnd, Round
@@ -102,7 +103,9 @@ class Watch:
         self._told = False
         self._unreachable = ""
         self._next_look = 0.0
-        self._looking: Future[tuple[bool, bool]] | None = None
+        self._looking: Future[tuple[bool, bool, set[int]]] | None = None
+        # Of those that do take part the leader hears nothing only until their workers start.
+        self._absent_at = time.monotonic() + SILENT_SECONDS if round_.leads else math.inf
         self._stopped_by: int | None = None
         self._members_changed = False
 
@@ -228,15 +231,22 @@ class Watch:
             if not self._told:
                 self._looking = line.submit(self._read_nodes)
 
-    def _read_nodes(self) -> tuple[bool, bool]:
-        """Whether a worker of another node has failed, and whether a node waits to join."""
-        failed = self._round.failed()
-        return failed, not failed and self._meeting.members_wait()
+    def _read_nodes(self) -> tuple[bool, bool, set[int]]:
+        """Whether a worker of another node has failed, whether a node waits to join, and, once it
+        is time to ask, which nodes have never begun the attempt."""
+        failed, absent = self._round.failed(), set[int]()
+        if time.monotonic() >= self._absent_at:
+            self._absent_at = math.inf
+            absent = set(range(self._round.nodes)) - set(self._round.signs_of_life())
+        return failed, not failed and self._meeting.members_wait(), absent
 
-    def _hear_nodes(self, failed: bool, wait: bool, now: float) -> None:
+    def _hear_nodes(self, failed: bool, wait: bool, absent: set[int], now: float) -> None:
         if self._told:
             return
-        if failed:
+        if absent:
+            self._tell_nodes()
+            self._kill_by(now, f"node {min(absent)} has not begun the attempt")
+        elif failed:
             self._told = True
             self._kill_by(now, "a worker of another node failed")
         elif wait:
