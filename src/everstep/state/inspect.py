@@ -20,7 +20,7 @@ from everstep.errors import UnsavableObject, UsageError
 from everstep.state import sharding
 from everstep.state.encode import encode
 from everstep.state.memory import OPAQUE, Fingerprint, check_plain, dtype_name, fingerprint
-from everstep.state.modules import Sharing, Site, flags_of, walk
+from everstep.state.modules import Sharing, Site, descends, flags_of, walk
 from everstep.state.objects import (
     EntryRecord,
     GroupRecord,
@@ -144,7 +144,7 @@ class Attached:
         """Full name of each attached module's parameter, by identity; tied ones by their first."""
         names: dict[int, str] = {}
         for keyword, module in self.modules():
-            for site in walk(module, world=self.world).sites:
+            for site in walk(module, name=keyword, world=self.world).sites:
                 if not site.is_buffer:
                     names.setdefault(id(site.tensor), f"{keyword}.{site.fqn}")
         return names
@@ -177,7 +177,7 @@ def _treatment(keyword: str, held: Any) -> Treatment:
             )
     if isinstance(held, nn.Module) and _inherits(held, nn.Module):
         return "module"
-    if type(held).__name__ == "ZeroRedundancyOptimizer":
+    if descends(type(held), "ZeroRedundancyOptimizer"):
         raise UnsavableObject(
             f"{keyword} is a ZeroRedundancyOptimizer, whose state_dict needs collectives.",
             hint="Use fully_shard (FSDP2), which shards the optimizer state as well.",
@@ -230,7 +230,7 @@ class _Reading:
         )
 
     def _module(self, keyword: str, module: nn.Module) -> ModuleRecord:
-        found = walk(module, world=self.attached.world)
+        found = walk(module, name=keyword, world=self.attached.world)
         quantized = {}
         for site in found.sites:
             if site.tensor is not None:

@@ -50,19 +50,26 @@ class _Context(NamedTuple):
     ignored: frozenset[int] = frozenset()
 
 
-def walk(root: nn.Module, *, world: int) -> Walk:
-    """Everything ``root`` holds, in torch's order: a module's own tensors before its children's.
+def walk(root: nn.Module, *, name: str, world: int) -> Walk:
+    """Everything ``root`` (called ``name`` in errors) holds, in torch's order: a module's own
+    tensors before its children's.
 
     A tensor that hangs in two places comes twice, under both names.
     """
     found = Walk([], {}, {})
-    _Walker(found, world).visit(root, "", _Context())
+    _Walker(found, name, world).visit(root, "", _Context())
     return found
 
 
+def descends(kind: type, name: str) -> bool:
+    """Whether a class has this name, or one that it is made from; without an import of that."""
+    return any(base.__name__ == name for base in kind.__mro__)
+
+
 class _Walker:
-    def __init__(self, found: Walk, world: int) -> None:
+    def __init__(self, found: Walk, name: str, world: int) -> None:
         self._found = found
+        self._name = name
         self._world = world
         self._sharded: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -73,9 +80,9 @@ class _Walker:
             return
         if hasattr(type(module), "_get_fsdp_state"):
             self._sharded.update(_sharded_parameters(module))
-        elif type(module).__name__ == "FullyShardedDataParallel":
+        elif descends(type(module), "FullyShardedDataParallel"):
             raise UnsavableObject(
-                f"{prefix.rstrip('.') or 'the module'} is wrapped in FullyShardedDataParallel "
+                f"{f'{self._name}.{prefix}'.rstrip('.')} is wrapped in FullyShardedDataParallel "
                 "(FSDP1), whose flat parameters have no names of their own.",
                 hint="Use torch.distributed.fsdp.fully_shard.",
             )

@@ -103,7 +103,7 @@ def live_sites(attached: Attached) -> dict[str, Site]:
     return {
         f"{keyword}.{site.fqn}": site
         for keyword, module in attached.modules()
-        for site in walk(module, world=attached.world).sites
+        for site in walk(module, name=keyword, world=attached.world).sites
     }
 
 
@@ -175,7 +175,7 @@ class _Putting:
 
     def module(self, keyword: str, module: torch.nn.Module) -> None:
         record = self.tree.modules[keyword]
-        found = walk(module, world=self.attached.world)
+        found = walk(module, name=keyword, world=self.attached.world)
         by_name = {ref.fqn: at for at, ref in enumerate(self.state.refs)}
         made: dict[str, torch.Tensor] = {}
         for site in found.sites:
