@@ -131,8 +131,17 @@ def left_behind() -> Scene:
     return scene
 
 
+def committed_before() -> Scene:
+    """Another committer was faster, long ago."""
+    scene = Scene(keep_last=1)
+    scene.write(5, commit=True)
+    scene.write(9, commit=True)
+    scene.raced = Point(5, 1)
+    return scene
+
+
 STAY = [of_the_newest_attempt, restored_from_memory, one_of_the_last]
-GO = [older_than_the_last, left_behind]
+GO = [older_than_the_last, left_behind, committed_before]
 
 
 def check(scene: Scene, result: str, *, stays: bool) -> bool:

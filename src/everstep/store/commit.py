@@ -36,11 +36,11 @@ def try_commit(folder: Folder, point: Point, world: int, report: Report | None) 
         points.reach("store.commit.before_manifest")
         if not folder.create(keys.manifest(point), manifest):
             raise _other_manifest(folder, point)
-        points.reach("store.commit.before_last_look")
-        _refuse_tombstone(folder, point)
-        _refuse_buried(folder, point, world)
     else:
         _check_existing(folder, point, world)
+    points.reach("store.commit.before_last_look")
+    _refuse_tombstone(folder, point)
+    _refuse_buried(folder, point, world)
     _hint(folder, point, report)
     return "committed"
 
@@ -120,7 +120,10 @@ def _check_packs(folder: Folder, index: Index) -> None:
 
 
 def _check_existing(folder: Folder, point: Point, world: int) -> None:
-    manifest = folder.read(keys.manifest(point), Manifest)
+    try:
+        manifest = folder.read(keys.manifest(point), Manifest)
+    except ObjectMissing:
+        raise _refused(folder, point, "its manifest was deleted") from None
     if (manifest.point, manifest.world) != (point, world):
         raise _refused(
             folder, point, f"its manifest is of {manifest.point}, {manifest.world} ranks"
