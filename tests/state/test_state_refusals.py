@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from state_cases import cut, put_back
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial
 
 from everstep.errors import RestoreError, UnsavableObject, UsageError
 from everstep.state.encode import decode, encode
@@ -54,6 +56,15 @@ def test_fsdp1_is_refused_wherever_it_wraps(inside: bool, kind: Any) -> None:
         Attached({"model": model}).check()
     assert ("model.body is wrapped" if inside else "model is wrapped") in str(refused.value)
     assert "fully_shard" in str(refused.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_dtensor_of_partial_sums_is_refused_in_an_object() -> None:
+    """In a module it is loaded in place; in an object's tree it would have to be made anew."""
+    mesh = init_device_mesh("cpu", (1,))
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with pytest.raises(UnsavableObject, match=r"ema\.0 is a DTensor placed as \(Partial"):
+        encode([partial], "ema", lambda _tensor, _path: 0)
 
 
 class Twice(torch.Tensor):

@@ -109,9 +109,9 @@ def _ties(sites: dict[str, Site], held: Iterable[str], aliases: dict[str, str]) 
     """Names that share memory must be the same names as before: loading in place would else give
     one tensor two contents, or leave a tied one behind."""
     first: dict[object, str] = {}
-    for name in held_in_order(sites, held):
-        site = sites[name]
-        if site.tensor is None or not sharding.local(site.tensor).numel():
+    wanted = set(held)
+    for name, site in sites.items():  # in the modules' order: the first of tied ones is canonical
+        if name not in wanted or site.tensor is None or not sharding.local(site.tensor).numel():
             continue
         part = sharding.local(site.tensor)
         key = (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
@@ -124,12 +124,6 @@ def _ties(sites: dict[str, Site], held: Iterable[str], aliases: dict[str, str]) 
             yield f"changed: {name} is tied to {now} and was not"
         elif now is None:
             yield f"changed: {name} was tied to {before} and is not"
-
-
-def held_in_order(sites: dict[str, Site], held: Iterable[str]) -> Iterator[str]:
-    """The names in the modules' own order, in which the first of tied ones is canonical."""
-    wanted = set(held)
-    return (name for name in sites if name in wanted)
 
 
 def _optimizers(attached: Attached, tree: Objects) -> Iterator[str]:

@@ -204,8 +204,16 @@ class _Packer:
         index = self._tensor(value, name)
         dtype = str(value.dtype).removeprefix("torch.") if value.dtype in OPAQUE else ""
         parameter = isinstance(value, torch.nn.Parameter)
-        spec = sharding.describe(value) if sharding.is_dtensor(value) else None
+        spec = self.placement(value, name) if sharding.is_dtensor(value) else None
         return self.extension(_TENSOR, [index, dtype, parameter, value.requires_grad, spec])
+
+    def placement(self, value: Any, name: str) -> list[Any]:
+        if not sharding.is_regular(value):
+            raise UnsavableObject(
+                f"{name} is a DTensor placed as {value.placements}, which cannot be made again.",
+                hint="Give its to_local() from state_dict, or shard and replicate it only.",
+            )
+        return sharding.describe(value)
 
     def quantized(self, index: TensorIndex, value: torch.Tensor, name: str) -> Any:
         at = index(quantized.raw(value, name), name)

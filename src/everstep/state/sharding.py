@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ def locate(tensor: Any, world: int) -> Shard | None:
     all ranks share (partial sums, strided shards, a mesh without some ranks): then each rank keeps
     its own local tensor under its own name."""
     mesh = tensor.device_mesh
-    if mesh.get_coordinate() is None or mesh.size() != world or not _regular(tensor.placements):
+    if mesh.get_coordinate() is None or mesh.size() != world or not is_regular(tensor):
         return None
     shape, offsets = _box(tensor)
     box = Box(offsets, shape)
@@ -59,9 +58,10 @@ def locate(tensor: Any, world: int) -> Shard | None:
     return Shard(tuple(tensor.shape), box, _holders(tensor), facts)
 
 
-def _regular(placements: Iterable[Any]) -> bool:
-    tensor = _module()
-    return all(type(p) in (tensor.Shard, tensor.Replicate) for p in placements)
+def is_regular(tensor: Any) -> bool:
+    """Whether a DTensor is only sharded and replicated, so that its parts are boxes of it."""
+    module = _module()
+    return all(type(p) in (module.Shard, module.Replicate) for p in tensor.placements)
 
 
 def _box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -87,10 +87,9 @@ def _holders(tensor: Any) -> tuple[int, ...]:
 
 
 def describe(tensor: Any) -> list[Any]:
-    """What :func:`wrap` needs besides a mesh: mesh shape, placements, global shape and stride."""
+    """What :func:`wrap` needs besides a mesh: mesh shape, placements, global shape and stride.
+    Only of a tensor that :func:`is_regular`."""
     placements = [["S", p.dim] if p.is_shard() else ["R"] for p in tensor.placements]
-    if not _regular(tensor.placements):
-        placements = []
     return [list(tensor.device_mesh.shape), placements, list(tensor.shape), list(tensor.stride())]
 
 
