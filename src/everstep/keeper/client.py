@@ -10,7 +10,9 @@ for the answer to another question.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +24,8 @@ from everstep.core.events import Event
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.address import try_connect
 from everstep.keeper.control import ControlPage
+from everstep.keeper.identity import cpu_ticks
+from everstep.keeper.pulse import Pulse, told
 from everstep.keeper.slot import Geometry, Slot
 from everstep.keeper.wire import (
     AdoptSlots,
@@ -54,6 +58,7 @@ from everstep.keeper.wire import (
     Vote,
     Welcome,
     WentOn,
+    file_of,
 )
 
 RETRY_SECONDS = 0.05
@@ -135,7 +140,9 @@ class WorkerLink:
         self._pending: Link | None = None
         self._retry_at = self._restart_at = 0.0
         self._geometry: Geometry | None = None
-        self._fds: tuple[int, ...] = ()
+        self._fds: dict[int, tuple[int, int]] = {}
+        self._pulse = Pulse()
+        self._notice = ""
         self._missing: set[type[Message]] = set()
         self._offered: Offered | None = None
         self._went_on: WentOn | None = None
@@ -191,6 +198,7 @@ class WorkerLink:
         CLOCK_MONOTONIC. Where it has parted from this rank, :attr:`refused` says why."""
         if self._link is not None:
             if not self._link.readable(0.0):
+                self._tend(self._link, now)
                 return True
             self._hear_parting(self._link)
             if self.refused is not None:
@@ -201,6 +209,11 @@ class WorkerLink:
             self.refused = refused
             self._abandon(now)
             return False
+
+    def take_notice(self) -> str:
+        """What was seen of a keeper that does not move, once; else empty."""
+        notice, self._notice = self._notice, ""
+        return notice
 
     # -- slots and cuts
 
@@ -297,6 +310,7 @@ class WorkerLink:
 
     def preempt(self, grace: float) -> bool:
         """Pass on a SIGTERM that this worker got (no agent runs): all ranks stop at one step."""
+        self._pulse.hurry()
         return self._say(Preempt(grace))
 
     def report(self, event: Event) -> bool:
@@ -381,6 +395,16 @@ class WorkerLink:
         if isinstance(answer, Refused):
             self.refused = error_of(answer)
 
+    def _tend(self, link: Link, now: float) -> None:
+        """Where no agent runs, the rank that starts the keeper looks after it."""
+        if self._restart is None or not link.peer or now < self._pulse.due:
+            return
+        silent = self._pulse.silent
+        need = self._pulse.feel(now, (self.page.beats(), cpu_ticks(link.peer)))
+        if need != "nothing":
+            self._notice = told(link.peer, need, max(silent, self._pulse.silent))
+            _signal(link.peer, signal.SIGCONT if need == "rouse" else signal.SIGKILL)
+
     def _await_connection(self, deadline: float) -> None:
         while not self.reconnect_if_needed(time.monotonic()):
             left = deadline - time.monotonic()
@@ -438,6 +462,8 @@ class WorkerLink:
         if self._pending is None:
             self._start_keeper(now)
             return False
+        if self._restart is not None and self._pending.peer:
+            _signal(self._pending.peer, signal.SIGCONT)  # a stopped one would never answer
         hello = msgspec.structs.replace(self._hello, attempt=self.attempt, went_on=self._went_on)
         self._pending.send(hello, timeout=1.0)
         self._missing = {Welcome} if self._begin is None else {Welcome, AttemptBegun}
@@ -481,8 +507,10 @@ class WorkerLink:
             return False
         if self._geometry is None:
             return True
+        mine = tuple(fd for fd, file in self._fds.items() if file_of(fd) == file)
         own = tuple(SlotName(self._hello.rank, index) for index in range(len(self._fds)))
-        self._pending.send(AdoptSlots(own), self._fds, timeout=1.0)
+        if len(mine) == len(own):
+            self._pending.send(AdoptSlots(own), mine, timeout=1.0)
         self._pending.send(_open_message(self._geometry), timeout=1.0)
         return False
 
@@ -498,11 +526,12 @@ class WorkerLink:
         self.store, self.job = welcome.store, welcome.job
 
     def _take_slots(self, geometry: Geometry, fds: list[int]) -> None:
-        if self._fds and [_identity(fd) for fd in self._fds] == [_identity(fd) for fd in fds]:
+        known = {fd: file for fd in fds if (file := file_of(fd)) is not None}
+        if self._fds and list(self._fds.values()) == list(known.values()):
             _close_all(fds)
         else:
             self._release_slots()
-            self._fds = tuple(fds)
+            self._fds = known
             first, second = fds
             self._slots = (Slot(first), Slot(second))
         self._geometry = geometry
@@ -511,8 +540,9 @@ class WorkerLink:
         for slot in self._slots or ():
             slot.close()
         self._slots = None
-        _close_all(self._fds)
-        self._fds = ()
+        # A script may have closed all that it found open, and opened something else since.
+        _close_all(fd for fd, file in self._fds.items() if file_of(fd) == file)
+        self._fds = {}
 
     def _drop(self) -> None:
         if self._link is not None:
@@ -542,9 +572,9 @@ def _open_message(geometry: Geometry) -> OpenSlots:
     return OpenSlots(geometry.payload, geometry.state, geometry.layout, geometry.digests)
 
 
-def _identity(fd: int) -> tuple[int, int]:
-    about = os.fstat(fd)
-    return about.st_dev, about.st_ino
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def _close_all(fds: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ worth an event. Called by: keeper; agent and train may.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -63,7 +64,8 @@ class Journal:
 
     def close(self) -> None:
         if self._fd is not None:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):  # a script may have closed all that it found open
+                os.close(self._fd)
             self._fd = None
 
     def _write(self, fd: int, line: bytes) -> None:

@@ -68,7 +68,12 @@ class SlotWork:
 
         def failed(error: EverstepError) -> None:
             ended.set()
-            self._journal.say("digest.failed", str(error), level="warning", rank=command.rank)
+            self._journal.say(
+                "digest.failed",
+                f"rank {command.rank}'s newest snapshot could not be digested, damage of its "
+                f"memory would not be found: {error}",
+                level="warning", rank=command.rank,
+            )  # fmt: skip
             self._tell(over)
 
         self._read("digest", (name,), work, lambda _: self._tell(over), failed)

@@ -394,6 +394,7 @@ class Link:
 
     def __init__(self, connection: socket.socket, peer: int = 0) -> None:
         self._socket = connection
+        self._file = file_of(connection.fileno())
         self.peer = peer
 
     def fileno(self) -> int:
@@ -440,7 +441,11 @@ class Link:
         return bool(waiting.poll(seconds * 1000))
 
     def close(self) -> None:
-        self._socket.close()
+        # A script may have closed all that it found open, and opened something else since.
+        if file_of(self._socket.fileno()) == self._file:
+            self._socket.close()
+        else:
+            self._socket.detach()
 
     def _exactly(self, count: int, deadline: float, fds: list[int]) -> bytes:
         got = bytearray()
@@ -448,8 +453,8 @@ class Link:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise KeeperError("the keeper did not answer in time.")
-            self._socket.settimeout(left)
             try:
+                self._socket.settimeout(left)
                 part, new = receive(self._socket, min(count - len(got), 1 << 20))
             except TimeoutError as late:
                 raise KeeperError("the keeper did not answer in time.") from late
@@ -460,3 +465,12 @@ class Link:
                 raise KeeperError("the keeper closed the connection.")
             got += part
         return bytes(got)
+
+
+def file_of(fd: int) -> tuple[int, int] | None:
+    """Which file a descriptor stands for; None where it is closed."""
+    try:
+        about = os.fstat(fd)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino

@@ -121,6 +121,8 @@ class Connection:
         if self._alone and isinstance(self.link.refused, JobOwned):
             raise self.link.refused
         self._tell_crashes(here)
+        if notice := self.link.take_notice():
+            self.say("keeper.silent", notice, level="warning", loud=True)
         return here
 
     def _tell_crashes(self, here: bool) -> None:
