@@ -75,6 +75,7 @@ def test_a_damaged_branch_is_a_problem_and_what_is_sound_is_listed(
     assert [problem.startswith(f"EVS-206: {key} ") for problem in problems] == [True]
     text = " ".join(cli("ls", toy_store).stdout.split())
     assert f"fail {problems[0]}" in text
+    assert (text.count("not known"), text.count("left behind")) == (2, 0)
     code, shown = cli_json("show", toy_store)
     assert (code, shown["step"], shown["problems"]) == (1, 15, problems)
     assert [(o["attempt"], o["source"]) for o in shown["lineage"]] == [(2, "unknown")]

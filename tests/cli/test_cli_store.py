@@ -49,7 +49,7 @@ def test_an_incomplete_step_is_listed_as_such(cli_json: Any, toy_store: Path) ->
     _, listing = cli_json("ls", toy_store, "--job", "toy")
     assert listing["jobs"][0]["checkpoints"][0] | {"age_s": 0, "bytes": 0} == {
         "step": 30, "attempt": 2, "state": "incomplete", "age_s": 0, "bytes": 0, "world": 2,
-        "on_lineage": True, "loads": False, "error": "",
+        "on_lineage": True, "loads": False, "error": "", "undecided": False,
     }  # fmt: skip
 
 

@@ -29,7 +29,8 @@ class Listed(msgspec.Struct, frozen=True):
     """One checkpoint. ``state``: ``verified`` (a committed one whose every byte was proved),
     ``committed``, ``damaged``, ``newer format`` (only a later everstep can read it), ``incomplete``
     or ``tombstoned``; ``age_s`` since its commit, by this machine's clock; ``loads``: it is the one
-    that a restart would load; ``error``: why it cannot be opened."""
+    that a restart would load; ``error``: why it cannot be opened; ``undecided``: a damaged branch
+    hides whether it is on the current lineage."""
 
     step: int
     attempt: int
@@ -40,6 +41,7 @@ class Listed(msgspec.Struct, frozen=True):
     on_lineage: bool
     loads: bool
     error: str = ""
+    undecided: bool = False
 
 
 class ListedJob(msgspec.Struct, frozen=True):
@@ -118,7 +120,14 @@ def _listed(info: CheckpointInfo, now: float, loads: bool, error: StoreError | N
         on_lineage=info.on_lineage,
         loads=loads,
         error=str(error) if error is not None else info.error,
+        undecided=info.undecided,
     )
+
+
+def _lineage(item: Listed) -> str:
+    if item.undecided:
+        return "not known"
+    return "current" if item.on_lineage else "left behind"
 
 
 def _render(listing: Listing, console: Console) -> None:
@@ -139,7 +148,7 @@ def _render(listing: Listing, console: Console) -> None:
         for item in job.checkpoints:
             rows.add_row(
                 str(item.step), str(item.attempt), item.state, age(item.age_s), size(item.bytes),
-                str(item.world or "?"), "current" if item.on_lineage else "left behind",
+                str(item.world or "?"), _lineage(item),
                 "loads next" if item.loads else Text(item.error),
             )  # fmt: skip
         console.print(rows)
