@@ -95,11 +95,12 @@ class Twice(torch.Tensor):
             lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
             "layout is torch.jagged",
         ),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "no one shape"),
         (lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
     ],
-    ids=["subclass", "nested", "csr"],
+    ids=["subclass", "jagged", "nested", "csr"],
 )
-@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*nested:UserWarning")
 def test_tensors_that_are_no_box_of_elements_are_refused_by_name(tensor: Any, reason: str) -> None:
     module = nn.Module()
     module.register_buffer("held", tensor())

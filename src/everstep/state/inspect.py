@@ -330,7 +330,8 @@ class _Reading:
             name = self._free(name)
         self._names.add(name)
         part = sharding.local(tensor)
-        if type(part) not in _PLAIN or part.layout is not torch.strided or part.is_meta:
+        plain = type(part) in _PLAIN and part.layout is torch.strided
+        if not plain or part.is_meta or part.is_nested:
             check_plain(part, name)
         mark, held = self._held(name, tensor, part, sharing)
         first = self._seen.get(mark[0])

@@ -78,6 +78,8 @@ def _unfit(tensor: torch.Tensor) -> str:
         return "it is on the meta device and has no data"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}"
+    if tensor.is_nested:
+        return "it is a nested tensor, which has no one shape"
     if dtype_name(tensor.dtype) is None:
         return "a checkpoint has no name for its dtype"
     if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
