@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 import torch
 from forked import Start, alive, rendezvous, wait_for
 
@@ -79,6 +80,28 @@ def test_sigterm_preempts_after_a_cut_and_the_job_goes_on_at_the_very_next_step(
     assert again.wait() == exits.PREEMPTED, again.said()
     reached = steps(again.printed(), 2)[-1] + 1
     assert [e.step for e in again.events("checkpoint.committed")][-1] == reached
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, None], ids=["replaced", "roused"])
+def test_a_stop_is_heard_by_the_keeper_that_comes_after_one_that_stood_still(
+    start: Start, fate: signal.Signals | None
+) -> None:
+    """Nothing is lost, and the grace period is not waited out."""
+    script = SCRIPT.replace("UNTIL", "1000000").replace("BODY", "")
+    agent = start(*FORKED, "--snapshot-every", "1000000", script=script)
+    agent.until(lambda: len(agent.printed()) >= 5)
+    keeper = int(str(agent.events("keeper.started")[-1].facts["pid"]))
+    os.kill(keeper, signal.SIGSTOP)
+    agent.kill(signal.SIGTERM)
+    agent.until(lambda: agent.events("signal.received"))
+    if fate is not None:
+        os.kill(keeper, fate)
+    assert agent.wait() == exits.PREEMPTED, agent.said()
+    assert agent.events("job.stopped")[-1].mono - agent.events("signal.received")[-1].mono < 20
+    last = steps(agent.printed(), 1)[-1]
+    again = start(*FORKED, script=script)
+    again.until(lambda: again.printed())
+    assert steps(again.printed(), 2)[0] == last + 1
 
 
 def test_nodes_of_different_sizes_go_on_from_memory(start: Start) -> None:

@@ -261,10 +261,11 @@ class Boundary:
     def _stop_here(self, step: int) -> None:
         began = time.monotonic() if self._term_since is None else self._term_since
         deadline = began + self._settings.grace
-        met = 0
+        told = 0
         while time.monotonic() < deadline:
-            if met != (met := self._connection.keepers_met()):
-                self._connection.arrived(step)  # said to each keeper: the one before may be dead
+            # Each keeper must hear it: the one before may be dead.
+            if told != self._connection.keepers_met() and self._connection.arrived(step):
+                told = self._connection.keepers_met()
             _, stop_step, final = self._connection.published_stop()
             if stop_step > step:
                 return  # another rank is further: run on to its step

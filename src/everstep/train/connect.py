@@ -165,8 +165,9 @@ class Connection:
         result = self.link.await_durable(step, timeout=timeout)
         return None if result.durable else result.reason or "not in time"
 
-    def arrived(self, step: int) -> None:
-        self.link.arrived(step)
+    def arrived(self, step: int) -> bool:
+        """Whether it could be said."""
+        return self.link.arrived(step)
 
     def preempt(self, grace: float) -> None:
         self.link.preempt(grace)
