@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from torch import nn
 
 from everstep.state.gradients import Gradients
 from everstep.state.inspect import Attached
+
+Zero = Callable[[torch.optim.Optimizer], None]
 
 
 class Loop:
@@ -47,18 +49,35 @@ def scaled() -> Iterator[Loop]:
     made.gradients.close()
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+def to_none(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def in_place(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_data(optimizer: torch.optim.Optimizer) -> None:
+    """The way of old tutorials, which moves no version."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+
+
+ways_to_zero = pytest.mark.parametrize("zero", [to_none, in_place, by_data])
+
+
+@ways_to_zero
 @pytest.mark.parametrize("zero_first", [True, False])
-def test_loops_that_zero_at_either_end_are_normal(
-    loop: Loop, zero_first: bool, to_none: bool
-) -> None:
-    for _ in range(4):
+def test_loops_that_zero_at_either_end_are_normal(loop: Loop, zero_first: bool, zero: Zero) -> None:
+    for _ in range(5):
         if zero_first:
-            loop.optimizer.zero_grad(set_to_none=to_none)
+            zero(loop.optimizer)
         loop.backward()
         loop.step()
         if not zero_first:
-            loop.optimizer.zero_grad(set_to_none=to_none)
+            zero(loop.optimizer)
         assert loop.gradients.pending() is None
 
 
@@ -154,22 +173,22 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made.gradients.close()
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+@ways_to_zero
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("generator_first", [True, False])
 def test_two_optimizers_that_meet_in_one_backward_are_normal(
-    pair: Pair, generator_first: bool, detach: bool, to_none: bool
+    pair: Pair, generator_first: bool, detach: bool, zero: Zero
 ) -> None:
     """A GAN: the backward of one network leaves gradients in the other, after the other's step and
     over the boundary, and they are thrown away before they are used."""
 
     def train_d() -> None:
-        pair.d.zero_grad(set_to_none=to_none)
+        zero(pair.d)
         pair.backward(detach=detach)
         pair.step(pair.d)
 
     def train_g() -> None:
-        pair.g.zero_grad(set_to_none=to_none)
+        zero(pair.g)
         pair.backward()
         pair.step(pair.g)
 
@@ -179,17 +198,17 @@ def test_two_optimizers_that_meet_in_one_backward_are_normal(
         assert pair.gradients.pending() is None
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+@ways_to_zero
 def test_a_generator_that_zeroes_before_each_of_its_rare_steps_is_normal(
-    pair: Pair, to_none: bool
+    pair: Pair, zero: Zero
 ) -> None:
     """The critic's backwards add to the generator's gradients over several boundaries."""
     for step in range(8):
         if step % 3 == 0:
-            pair.g.zero_grad(set_to_none=to_none)
+            zero(pair.g)
             pair.backward()
             pair.step(pair.g)
-        pair.d.zero_grad(set_to_none=to_none)
+        zero(pair.d)
         pair.backward()
         pair.step(pair.d)
         assert pair.gradients.pending() is None

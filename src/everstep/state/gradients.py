@@ -239,9 +239,11 @@ class _Watch:
             return _any_nonzero([gradient])
         if self._left.references[at] is not weakref.ref(gradient):
             return False
-        if sharding.local(gradient)._version == self._left.versions[at]:
-            return at not in self._strays or _any_nonzero([gradient])
-        # What moved the version here was a zeroing once, and is looked at once.
+        moved = sharding.local(gradient)._version != self._left.versions[at]
+        if at in self._strays and not moved:
+            return _any_nonzero([gradient])
+        # A loop that zeroes here once does so always, and is looked at once. (The version tells
+        # nothing of `grad.data.zero_()`.)
         if at not in self._zeroed and not _any_nonzero([gradient]):
             self._zeroed.add(at)
         return at not in self._zeroed
