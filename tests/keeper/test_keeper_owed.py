@@ -19,9 +19,11 @@ from everstep.core.ids import Point
 from everstep.core.settings import Settings
 from everstep.errors import CommitRefused, StoreNotWritable
 from everstep.keeper import commands, facts
+from everstep.keeper.branches import Branches
 from everstep.keeper.commands import Command
 from everstep.keeper.control import KEPT_ELECTIONS, ControlPage, create_page
 from everstep.keeper.owed import bridged, missing_link
+from everstep.keeper.situation import Situation
 from everstep.keeper.storing import Storing
 from everstep.keeper.wire import WentOn
 from everstep.store import Branch, Job, open_store
@@ -558,3 +560,14 @@ def test_root_that_is_made_for_lack_of_knowledge_says_so_in_the_store(tmp_path: 
     root = storing.job().branches()[4]
     assert (root.source, root.restored) == ("fresh", None)
     assert "not known any more" in root.fresh_reason
+
+
+def test_what_a_damaged_branch_named_may_be_known_in_memory() -> None:
+    """S6: nodes that lived through the attempt say what it went on from; the store cannot."""
+    at = Situation(attempt=4)
+    branches = Branches(at)
+    branches.learn((WentOn(3, "memory", Point(60, 2), 1),))
+    branches.stored({1: None, 2: None, 3: None}, unreadable=(2, 3))
+    assert branches.origins() == {1: None, 2: None, 3: Point(60, 2)}
+    assert branches.on_lineage(Point(50, 2))
+    assert not branches.on_lineage(Point(70, 2))

@@ -61,9 +61,11 @@ class Branches:
                 self.inherited |= {election.attempt} - owed
         return self.known.get(self.at.attempt)
 
-    def stored(self, found: dict[int, Point | None]) -> None:
-        """These are in the store."""
+    def stored(self, found: dict[int, Point | None], unreadable: Collection[int]) -> None:
+        """These are in the store. What the ``unreadable`` name may be known here nevertheless."""
+        known = {one.attempt: one.point for one in (*self.known.values(), *self.owed)}
         self.at.branches.update(found)
+        self.at.branches.update({n: known[n] for n in unreadable if n in known})
         self.owed = [one for one in self.owed if one.attempt not in found]
         if self.owed:
             self.due = self.at.now  # the answer to an earlier try may be about another one

@@ -111,7 +111,7 @@ class Election:
             self.read_at = self.at.now + STORE_RETRY_SECONDS
             return
         self.store = fact
-        self.branches.stored(fact.branches)
+        self.branches.stored(fact.branches, fact.unreadable)
         if not fact.error:
             self.branches.reread |= self.branches.refused
             self._mend()
@@ -331,7 +331,7 @@ class Election:
         self._refuse_all(
             NoRecoveryPoint.code,
             f"a recovery point of the job is expected and none verifies. "
-            f"Tried: {'; '.join(tried) or 'nothing is in memory or in the store'}.",
+            f"Tried: {_listed(tried) or 'nothing is in memory or in the store'}.",
             "Check that the store is the right one and is mounted. To start anew on purpose, "
             "give --resume never or another --job (without `everstep run`: EVERSTEP_RESUME=never "
             "or another EVERSTEP_JOB).",
@@ -539,6 +539,10 @@ _WORLD_HINT = (
     "Start the job with the saved world size, or begin anew under another name: --job, or "
     "EVERSTEP_JOB without `everstep run`."
 )
+
+
+def _listed(reasons: list[str]) -> str:
+    return "; ".join(reason.rstrip(".") for reason in reasons)
 
 
 def _reason(vote: Voted) -> str:

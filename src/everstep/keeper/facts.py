@@ -192,7 +192,8 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
 
 class StoreRead(Fact, frozen=True):
     """What the store holds. ``branched`` says that the attempt has its branch already, and
-    ``branch`` what it names; ``branches`` are those of all attempts. ``damaged`` tells of
+    ``branch`` what it names; ``branches`` are those of all attempts, ``unreadable`` those of them
+    that are damaged: what they name is not known. ``damaged`` tells of
     candidates that do not open, ``final`` that reading again cannot help."""
 
     attempt: int
@@ -202,6 +203,7 @@ class StoreRead(Fact, frozen=True):
     branch: Point | None = None
     branch_source: str = ""
     branches: dict[int, Point | None] = {}
+    unreadable: tuple[int, ...] = ()
     damaged: tuple[str, ...] = ()
     error: str = ""
     error_code: str = ""

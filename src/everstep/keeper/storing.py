@@ -88,6 +88,7 @@ class Storing:
             branch=branch.restored if branch else None,
             branch_source=_source(branch) if branch else "",
             branches={number: one.restored for number, one in branches.items()},
+            unreadable=tuple(number for number, one in branches.items() if one.problem),
             damaged=tuple(damaged),
         )
 
