@@ -172,7 +172,10 @@ def _list(problems: tuple[str, ...], console: Console) -> None:
 def _verdict(result: Verification) -> str:
     told = []
     if any(not item.ok and not item.newer_format for item in result.checkpoints):
-        told.append("Damaged checkpoints are kept and skipped; the newest sound one will load.")
+        told.append(
+            "Damaged checkpoints are kept. A restore takes the newest one whose tensors all match "
+            "their digests, and stops where there is none."
+        )
     if any(item.newer_format for item in result.checkpoints):
         told.append(
             "A checkpoint of a newer format is neither verified nor skipped: use the everstep that "

@@ -198,4 +198,6 @@ def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _check_zero(folder: Folder, key: str, start: int, stop: int, tally: Tally) -> None:
     if folder.backend.get(key, start, stop - start).strip(b"\0"):
-        tally.damage.append(f"{key} has padding that is not zero at {start} to {stop}.")
+        tally.damage.append(
+            f"{key} has padding that is not zero at {start} to {stop}; no tensor lies there."
+        )
