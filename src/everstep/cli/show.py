@@ -46,13 +46,15 @@ class Tensor(msgspec.Struct, frozen=True):
 
 class Objects(msgspec.Struct, frozen=True):
     """A rank's part that is no tensor: its length, and what was attached, by keyword. ``types``
-    are the objects' classes; ``aliases`` names of the same tensor."""
+    are the objects' classes, ``aliases`` names of the same tensor, ``beside`` what is kept though
+    nobody attached it (random generators, data position)."""
 
     rank: int
     bytes: int
     names: tuple[str, ...]
     aliases: dict[str, str]
     types: dict[str, str] = {}
+    beside: tuple[str, ...] = ()
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -157,8 +159,22 @@ def _with(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 def _objects(checkpoint: Checkpoint, rank: int) -> Objects:
     state = checkpoint.rank_state(rank)
-    types = decoded.types if (decoded := _decoded(state.objects)) else {}
-    return Objects(rank, len(state.objects), tuple(types), state.aliases, types)
+    decoded = _decoded(state.objects)
+    types = decoded.types if decoded else {}
+    beside = _beside(_extra(decoded))
+    return Objects(rank, len(state.objects), tuple(types), state.aliases, types, beside)
+
+
+def _beside(extra: dict[str, object]) -> tuple[str, ...]:
+    """What is kept though nobody attached it, in words."""
+    drawn, data = extra.get("rng"), extra.get("data")
+    found = [f"random generators ({', '.join(map(str, drawn))})"] if isinstance(drawn, dict) else []
+    return (*found, *(["data position"] if data is not None else []))
+
+
+def _extra(decoded: Attached | None) -> dict[str, object]:
+    extra = msgspec.msgpack.decode(decoded.extra) if decoded else None
+    return extra if isinstance(extra, dict) else {}
 
 
 def _decoded(objects: bytes) -> Attached | None:
@@ -171,9 +187,7 @@ def _decoded(objects: bytes) -> Attached | None:
 
 def _environment(checkpoint: Checkpoint) -> dict[str, str]:
     """The worker's own facts go before the launcher's, whose threads and CPU are another's."""
-    decoded = _decoded(checkpoint.rank_state(0).objects)
-    extra = msgspec.msgpack.decode(decoded.extra) if decoded else None
-    own = extra.get("environment") if isinstance(extra, dict) else None
+    own = _extra(_decoded(checkpoint.rank_state(0).objects)).get("environment")
     facts = dict(checkpoint.facts)
     if isinstance(own, dict):
         facts.pop("isa", None)
@@ -223,7 +237,7 @@ def _render(shown: Shown, console: Console) -> None:
     console.print(rows)
     for part in shown.objects:
         named = (f"{name} ({kind})" for name, kind in part.types.items())
-        names = ", ".join(named) or "nothing that this version can name"
+        names = ", ".join((*named, *part.beside)) or "nothing that this version can name"
         console.print(f"objects of rank {part.rank}: {size(part.bytes)}: {names}", markup=False)
 
 
