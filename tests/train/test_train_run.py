@@ -188,34 +188,6 @@ def test_the_keeper_outlives_the_worker_and_serves_the_next(jobs: Jobs) -> None:
 # -- ends that are none
 
 
-def leave_by_break() -> dict[str, Any]:
-    training = Training()
-    run = everstep.attach(**training.objects())
-    for batch in run.steps(until=1000):
-        training.step(batch)
-        if run.step == 4:
-            break
-    refused = ""
-    try:
-        run.checkpoint(wait=True)
-    except UsageError as error:
-        refused = str(error)
-    run.step_end()  # the body was whole
-    return {"refused": refused, "step": run.step, "committed": run.checkpoint(wait=True)}
-
-
-def test_a_loop_left_by_break(jobs: Jobs, whole: Callable[..., dict[str, Any]]) -> None:
-    """R1: half a step is never saved, but the user may say that the step is whole."""
-    found = jobs.run(leave_by_break)
-    assert "EVS-100" in found["refused"]
-    assert "run.step_end()" in found["refused"]
-    assert found["step"] == 5
-    assert found["committed"] is True
-    digest = jobs.run(bodies.train, until=LAST)
-    assert jobs.restored() == [(5, "memory")]
-    assert digest == whole(LAST)["digest"]
-
-
 def raise_in_the_body(error: str) -> None:
     training = Training()
     run = everstep.attach(**training.objects())
@@ -234,6 +206,7 @@ def test_an_exception_in_the_body_ends_the_process_and_the_keeper_keeps_its_snap
     said = jobs.fails(raise_in_the_body, code=code, error=error)
     assert "EVS-" not in said
     assert said.count("Traceback") == 1, said
+    assert "left at" not in said
     jobs.run(bodies.train)
     assert jobs.restored() == [(4, "memory")]
 
@@ -251,6 +224,7 @@ def test_a_script_that_raises_ends_by_itself(jobs: Jobs) -> None:
     assert ended.returncode == 1, ended.stderr
     assert "RuntimeError: the user's" in ended.stderr
     assert "Exception ignored" not in ended.stderr
+    assert "left at" not in ended.stderr, "nothing is saved on the way of an exception"
 
 
 def use_as_context() -> dict[str, Any]:
@@ -284,7 +258,7 @@ def _descriptors() -> set[str]:
 
 def test_close_takes_everything_away(jobs: Jobs) -> None:
     found = jobs.run(use_as_context)
-    assert found["hooks"] == [0, 1, 0]
+    assert found["hooks"] == [0, 2, 0]
     assert found["handler"], "the former handler of SIGTERM is back"
     assert "EVS-100: this run is closed." in found["refused"]
     assert found["descriptors"] == []

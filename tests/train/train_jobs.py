@@ -197,6 +197,7 @@ def _as_an_interpreter_ends() -> Iterator[None]:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - whatever a script ends with
+        sys.last_value = error
         traceback.print_exc()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
     finally:

@@ -134,7 +134,8 @@ def _stop_for_good(end: AttemptEnd, history: History) -> Decision | None:
             return stop(code, exits.MEANING[code])
     if end.finished:
         warning = f"{_first(end)}, after the job had finished" if failures else ""
-        return stop(exits.FINISHED, "the job finished", warning)
+        at = f": step {end.furthest} is committed" if end.furthest >= 0 else ""
+        return stop(exits.FINISHED, f"the job is finished{at}", warning)
     if end.stopped_by is not None:
         return stop(*_stopped_by(end, end.stopped_by))
     done = bool(end.workers) and all(worker.code == 0 for worker in end.workers)

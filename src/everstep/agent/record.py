@@ -15,7 +15,13 @@ from everstep.core.events import Event, Level, encode_line
 from everstep.keeper.journal import Journal
 
 _SHOWN_KINDS = frozenset(
-    {"restore.elected", "job.finished", "job.preempting", "job.preempted", "train.nothing_to_do"}
+    {
+        "restore.elected",
+        "job.preempting",
+        "job.preempted",
+        "train.nothing_to_do",
+        "train.stopped_early",
+    }  # fmt: skip
 )
 """Kinds of the keeper's and the workers' events that a person is told, besides warnings."""
 

@@ -8,22 +8,26 @@ else is reported and training goes on, R3). Never does: choose the step of a cut
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from everstep.core import exits
 from everstep.core.events import counted
 from everstep.core.settings import Settings
-from everstep.errors import JobOwned, MemoryTooSmall, NotDurable, PendingGradients
+from everstep.errors import EverstepError, JobOwned, MemoryTooSmall, NotDurable, PendingGradients
 from everstep.train.connect import Connection
 from everstep.train.cut import Cutter
 from everstep.train.place import Place
 from everstep.train.session import Session
+from everstep.train.since import Beside
 from everstep.train.stop import TermFlag, Terminated
 from everstep.train.voice import how_to_start_afresh
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0
 """Seconds between two tries to cut the last step."""
+
+_LONG_WAIT_SECONDS = 10.0
+"""For a checkpoint at the end: after that a person is told what is waited for."""
 
 _TELL_TERM_SECONDS = 0.5
 
@@ -110,24 +114,54 @@ class Boundary:
 
     def finish(self, step: int, deadline_seconds: float) -> None:
         """Commit the last step. Raises :class:`NotDurable` after ``deadline_seconds``."""
-        deadline = time.monotonic() + deadline_seconds
         if step == self._restored_step:
             self._await(step, time.monotonic())  # a finished job that is started again
-        pause = _FIRST_PAUSE
-        while self._durable_step != step:
-            why = self._cut_and_await(step, deadline)
-            if why is not None and time.monotonic() >= deadline:
-                raise NotDurable(
-                    f"rank {self._place.rank}: the checkpoint of the last step {step} is not "
-                    f"committed after {deadline_seconds:g} s: {why}.",
-                    hint="What the keeper holds it goes on trying to store; start the job again "
-                    "to wait for it.",
-                )
-            if why is not None:
-                # The cut failed or was dropped, and the state is as it was: it is taken anew.
-                time.sleep(max(min(pause, deadline - time.monotonic()), 0.0))
-                pause = min(2 * pause, _LAST_PAUSE)
+        why = self._commit(step, time.monotonic() + deadline_seconds)
+        if why is not None:
+            raise NotDurable(
+                f"rank {self._place.rank}: the checkpoint of the last step {step} is not "
+                f"committed after {deadline_seconds:g} s: {why}.",
+                hint="What the keeper holds it goes on trying to store; start the job again "
+                "to wait for it.",
+            )
         self._connection.finished(step)
+
+    def keep(
+        self,
+        step: int,
+        beside: Beside | None,
+        seconds: float,
+        on_wait: Callable[[], None],
+        *,
+        cut: bool,
+    ) -> str | None:
+        """Commit ``step``, at which the loop was left: None, or why it is not after ``seconds``.
+
+        ``beside`` is what was read at the boundary, where more was drawn or fetched since.
+        ``on_wait`` is called where it takes long. ``cut``: the state is that step's still; else
+        only a cut of before can be made durable. Never raises (R3)."""
+        deadline = time.monotonic() + seconds
+        first = min(deadline, time.monotonic() + _LONG_WAIT_SECONDS)
+        try:
+            with self._session.as_of(beside):
+                if self._cutter.holds(step) and self._await(step, first) is None:
+                    return None
+                commit = self._commit if cut else self._await
+                if commit(step, first) is None:
+                    return None
+                if first < deadline:
+                    on_wait()
+                return commit(step, deadline)
+        except EverstepError as failed:
+            return str(failed)
+
+    def holds(self, step: int) -> bool:
+        """Whether the newest cut is of ``step``."""
+        return self._cutter.holds(step)
+
+    def is_durable(self, step: int) -> bool:
+        """Whether ``step`` is known to be committed."""
+        return self._durable_step == step
 
     def report_finished_before(self, step: int, until: int) -> None:
         """The job had already reached ``until`` when it was started."""
@@ -219,6 +253,19 @@ class Boundary:
         if not self._try_cut(step, persist=True, slot_timeout=min(left, 30.0)):
             return "it could not be cut, an event says why"
         return self._await(step, deadline)
+
+    def _commit(self, step: int, deadline: float) -> str | None:
+        """None once ``step`` is durable, else why it is not by ``deadline``. A cut that fails or
+        is dropped is taken anew: the state is as it was."""
+        pause = _FIRST_PAUSE
+        while self._durable_step != step:
+            why = self._cut_and_await(step, deadline)
+            if why is not None:
+                if time.monotonic() >= deadline:
+                    return why
+                time.sleep(max(min(pause, deadline - time.monotonic()), 0.0))
+                pause = min(2 * pause, _LAST_PAUSE)
+        return None
 
     def _refuse_small_memory(self, step: int, small: MemoryTooSmall, sequence: int = 0) -> None:
         if not self._cutter.ever_cut:

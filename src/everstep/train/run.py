@@ -10,18 +10,20 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from everstep.core import exits
 from everstep.core.settings import Settings, misspelt
 from everstep.errors import EverstepError, NotDurable, UsageError
 from everstep.keeper.identity import started_at
+from everstep.train.admission import admit, check_objects, closed, opened
 from everstep.train.boundary import Boundary, Preempted
+from everstep.train.calls import explained
 from everstep.train.connect import Connection, connect
 from everstep.train.data import DataFeed
+from everstep.train.leaving import Leaving, ends_by_exception, left_in_order
 from everstep.train.options import Options, check_claimed, effective, overruled, whole
 from everstep.train.place import Place, read_place
 from everstep.train.restore import Restorer
@@ -32,6 +34,7 @@ LOADER = "loader"
 """The keyword whose object gives the batches of :meth:`Run.steps`."""
 
 
+@explained("Name each object: everstep.attach(model=model, optimizer=optimizer).")
 def attach(options: Options | None = None, /, **objects: Any) -> Run:
     """Put the training state into everstep's care. Call it before the first forward.
 
@@ -47,14 +50,14 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
     if options is not None and not isinstance(options, Options):
         raise UsageError(
             f"attach() was given a {type(options).__name__} without a keyword.",
-            hint="Name each object: attach(model=model, optimizer=optimizer). Only Options stand "
-            "without a name.",
+            hint="Name each object: everstep.attach(model=model, optimizer=optimizer). Only "
+            "Options stand without a name.",
         )
-    _check_objects(objects)
+    check_objects(objects)
     options = options or Options()
     settings = effective(options, os.environ, sys.argv)
     place = read_place(
-        os.environ, settings, process=_process(), ppid=os.getppid(), nth=_admit(settings)
+        os.environ, settings, process=_process(), ppid=os.getppid(), nth=admit(settings)
     )
     loader = objects.pop(LOADER, None)
     voice = Voice(settings, place)
@@ -78,7 +81,8 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
 class Run:
     """One attempt of a training job, seen from one rank.
 
-    ``step`` counts finished optimizer steps over all attempts. ``at_boundary`` is true while the
+    ``step`` counts finished optimizer steps over all attempts: in the body of the loop over
+    :meth:`steps` the step in hand is not among them yet. ``at_boundary`` is true while the
     body handles the last micro-batch of a step. As a context manager it closes itself.
     """
 
@@ -105,18 +109,21 @@ class Run:
         self._asked_for: _Asked | None = None
         self._boundary = Boundary(session, connection, settings, place)
         self._restorer = Restorer(session, connection, settings, place)
+        self._leaving = Leaving(session.since, self._boundary, voice, settings, place)
+        self._counted = False
+        self._error_before = getattr(sys, "last_value", None)
         self._open = True
         self._pid = os.getpid()
-        _here.count += 1
-        _here.open.add(_key(settings))
-        atexit.register(self.close)
+        opened(settings)
+        atexit.register(self._exit)
 
+    @explained("Call run.restore() once, before the first step.")
     def restore(self) -> int:
         """Put the newest recovery point back, once per attempt; gives the step to go on from.
 
         :meth:`steps` calls it; call it yourself only in a loop of your own. Raises
         :class:`~everstep.errors.RestoreError` where a recovery point is expected and none can be
-        loaded; the job is then stopped, never started from scratch (R5).
+        loaded; the job is then stopped, never started from scratch.
         """
         self._check_open()
         if not self._restored:
@@ -126,21 +133,26 @@ class Run:
             except Preempted as stop:
                 self._leave(stop.exit_code, str(stop))
             self._boundary.start(self.step, durable=self._restorer.durable)
+            self._session.since.start()
             self._restored = True
         return self.step
 
+    @explained("Say up to which step: run.steps(until=50_000), over the job's whole life.")
     def steps(self, until: int, accumulate: int = 1) -> Iterator[Any]:
         """Yield batches (or step numbers from 0, where no loader was attached) up to ``until``.
 
         ``until`` and the count are optimizer steps; each takes ``accumulate`` batches. The end of
         the loop's body is the step boundary. When the last step is done, its checkpoint is
-        committed before the loop ends; a finished job yields nothing. Raises
+        committed before the loop ends; a finished job yields nothing. Where the body is left by
+        ``break`` or ``return`` after the optimizer has stepped, that step counts and is committed
+        as well; all ranks must leave at the same step. Raises
         :class:`~everstep.errors.PendingGradients` where a boundary holds gradients that no
         optimizer step has used.
         """
         for name, value, least in (("until", until, 0), ("accumulate", accumulate, 1)):
             if not whole(value, least):
                 raise UsageError(f"steps() needs a whole {name} >= {least}, not {value!r}.")
+        self._leaving.until = until
         self.restore()
         if self.step >= until:
             self._boundary.report_finished_before(self.step, until)
@@ -151,17 +163,22 @@ class Run:
             self._end_step()
         self._finish()
 
+    @explained("Call run.step_end() after each step.")
     def step_end(self) -> None:
         """Declare a step boundary: for a loop of your own, right after ``optimizer.step()``.
 
-        A loop over :meth:`steps` ends its steps itself; only where it was left with ``break`` after
-        a whole step does this declare that step's end.
+        A loop over :meth:`steps` ends its steps itself. Where it was left by ``break`` and could
+        not know that the step was whole, this declares it.
         """
         self._check_restored("step_end()")
+        counted, self._counted = self._counted, False
+        if counted and not self._session.since.stepped:
+            return  # the end of this step was known when the loop was left
         if self._standing == "body":
             raise UsageError("step_end() came inside run.steps(), which ends the step by itself.")
         self._end_step()
 
+    @explained("run.checkpoint(wait=True, timeout=600.0)")
     def checkpoint(self, *, wait: bool = False, timeout: float = 600.0) -> bool:
         """Cut this step now and make it durable in the background.
 
@@ -169,7 +186,7 @@ class Run:
         the end of the body, because only there a step is whole; in a loop of your own it is taken
         at once, so call it right after :meth:`step_end`. ``wait`` waits there up to ``timeout`` s
         for the commit. The answer is whether the step is committed now (always False without
-        ``wait``, and inside the body). A failing save never raises (R3): the event names the cause.
+        ``wait``, and inside the body). A save that fails never raises: an event names the cause.
         """
         self._check_restored("checkpoint()")
         if self._standing == "left":
@@ -184,6 +201,7 @@ class Run:
         with self._fatal_errors():
             return self._boundary.checkpoint(self.step, wait=wait, timeout=timeout)
 
+    @explained("Name each figure: run.log(loss=loss).")
     def log(self, **values: Any) -> None:
         """Note figures of the step that is being computed (numbers or 0-d tensors).
 
@@ -196,14 +214,29 @@ class Run:
 
     def close(self) -> None:
         """Release the keeper, the loader's iterator, hooks and signal handlers. Called at exit;
-        may be called twice. The keeper keeps the snapshots."""
+        may be called twice. The keeper keeps the snapshots.
+
+        Where steps were done and the last one is not committed, it is now, or a warning says why
+        not; but nothing is saved on the way of an exception."""
+        self._close(exiting=False)
+
+    def _exit(self) -> None:
+        self._close(exiting=True)
+
+    def _close(self, *, exiting: bool) -> None:
         if not self._open:
             return
-        self._open = False
         if os.getpid() != self._pid:
+            self._open = False
             return  # a forked child that ends: the connection and the rest are the parent's
-        _here.open.discard(_key(self._settings))
-        atexit.unregister(self.close)
+        if not self._finished and not ends_by_exception(self._error_before):
+            self._leaving.close(
+                self.step, restored=self._restored, in_body=self._standing != "boundary",
+                exiting=exiting,
+            )  # fmt: skip
+        self._open = False
+        closed(self._settings)
+        atexit.unregister(self._exit)
         with ExitStack() as each:  # the last one first, and all of them
             each.callback(self._connection.close, finished=self._finished)
             if self._feed is not None:
@@ -226,17 +259,35 @@ class Run:
             yield batch
         except GeneratorExit:
             self._standing = "left"
+            if self._open and os.getpid() == self._pid and left_in_order(sys._getframe(1)):
+                self._left()
             raise
 
-    def _end_step(self) -> None:
-        self._check_open()
+    def _left(self) -> None:
+        """The body was left by ``break`` or ``return``: what it has finished is kept."""
+        if not (self.at_boundary and self._session.since.is_whole()):
+            self._leaving.save_boundary(self.step)
+            return
+        self._pass_boundary()
+        self._counted = True
+        committed = self._leaving.count_step(self.step)
+        self._finished = committed and self.step == self._leaving.until
+        if self._finished:
+            self._connection.finished(self.step)
+
+    def _pass_boundary(self) -> None:
         self.step += 1
         self.at_boundary = False
         self._standing = "boundary"
+
+    def _end_step(self) -> None:
+        self._check_open()
+        self._pass_boundary()
         asked, self._asked_for = self._asked_for, None
         try:
             with self._fatal_errors():
                 self._boundary.pass_step(self.step)
+                self._session.since.boundary()
                 if asked is not None:
                     self._boundary.checkpoint(self.step, wait=asked.wait, timeout=asked.timeout)
         except Preempted as stop:
@@ -284,52 +335,6 @@ class _Asked(NamedTuple):
 
     wait: bool
     timeout: float
-
-
-@dataclass
-class _Here:
-    """What this process has attached: how many runs ever, and the (store, job) of the open ones."""
-
-    count: int = 0
-    open: set[tuple[str, str]] = field(default_factory=set)
-
-
-_here = _Here()
-
-
-def _check_objects(objects: Mapping[str, Any]) -> None:
-    if not objects:
-        raise UsageError(
-            "attach() was given nothing to keep.",
-            hint="Name each object: attach(model=model, optimizer=optimizer).",
-        )
-    for keyword, held in objects.items():
-        if isinstance(held, type):
-            raise UsageError(
-                f"attach({keyword}=...) was given the class {held.__qualname__}, which has no "
-                "state of its own.",
-                hint="Attach the object that is made of it.",
-            )
-
-
-def _key(settings: Settings) -> tuple[str, str]:
-    return settings.store, settings.job
-
-
-def _admit(settings: Settings) -> int:
-    """How many runs this process has attached before. Raises :class:`UsageError` where the next
-    one would take the place of a run: the keeper knows one worker a rank."""
-    if _key(settings) in _here.open:
-        raise UsageError(
-            f"job {settings.job} is attached in this process already.",
-            hint="Close the first run before you attach again.",
-        )
-    if _here.count and settings.attempt:
-        raise UsageError(
-            "this process has attached before, and its attempt can be restored only once.",
-            hint="Under `everstep run` attach once in a process.",
-        )
-    return _here.count
 
 
 class _Fatal:

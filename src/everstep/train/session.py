@@ -27,6 +27,7 @@ from everstep.train.data import DataFeed
 from everstep.train.environment import changes, observe
 from everstep.train.options import Options
 from everstep.train.place import Place
+from everstep.train.since import Beside, Since
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,35 @@ class Session:
         self._place = place
         self._fix_bucket_order()
         self._gradients = Gradients(self.attached)
+        self._as_of: Beside | None = None
+        self.since = Since(self.attached, self.beside)
 
     def resolve(self, step: int) -> LiveState:
         """The state at the boundary of ``step``, still in the user's memory. Random numbers that
         the objects' ``state_dict`` draws are put back: a cut changes nothing (R1)."""
         with _streams_untouched() as streams:
+            drawn, data = self._as_of or (streams, self._position())
             extra = {
                 "step": step,
                 "environment": observe(self._place.world),
-                "rng": streams,
-                "data": None if self._feed is None else self._feed.position(),
+                "rng": drawn,
+                "data": data,
             }
             return self.attached.resolve(step, extra)
+
+    def beside(self) -> Beside:
+        """What a cut here would keep besides the objects."""
+        with _streams_untouched() as streams:
+            return streams, self._position()
+
+    @contextmanager
+    def as_of(self, beside: Beside | None) -> Iterator[None]:
+        """In here the state is read with what :meth:`beside` gave at its boundary."""
+        self._as_of = beside
+        try:
+            yield
+        finally:
+            self._as_of = None
 
     def check_gradients(self, step: int) -> None:
         """Raises :class:`PendingGradients` where the boundary would lose gradients (R1)."""
@@ -136,6 +154,10 @@ class Session:
     def close(self) -> None:
         """Take the hooks off the user's objects."""
         self._gradients.close()
+        self.since.close()
+
+    def _position(self) -> Any:
+        return None if self._feed is None else self._feed.position()
 
     def _check_data(self, position: object) -> None:
         if (position is None) != (self._feed is None):
