@@ -29,7 +29,7 @@ def test_a_new_job_and_a_finished_one_are_named_as_such(start: Start) -> None:
     assert again.wait() == exits.FINISHED, again.said()
     assert "new job" not in again.said()
     assert "It goes on from its newest state; to start afresh: --resume never" in again.said()
-    assert again.said().count("is finished: it has done 4 steps, `until` is 4. To continue") == 1
+    assert again.said().count("has done 4 steps, `until` is 4. To continue it") == 1
     assert "to start afresh: --resume never, or another --job" in again.said()
 
 

@@ -17,10 +17,13 @@ from train_jobs import wait_for
 import everstep
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 sys.path[:0] = json.loads(sys.argv[2])
-import error_bodies
-getattr(error_bodies, sys.argv[1])(**json.loads(sys.argv[3]))
+import error_bodies, train_jobs
+from everstep.train.uncaught import install
+install(os.environ)  # as where the worker is the first to import it
+with train_jobs.as_an_interpreter_ends():
+    getattr(error_bodies, sys.argv[1])(**json.loads(sys.argv[3]))
 """
 
 
@@ -120,6 +123,35 @@ def without_loader_on_rank_0() -> None:
         without_loader()
     else:
         short()
+
+
+def positional() -> None:
+    training = Training()
+    everstep.attach(training.model, training.optimizer)  # type: ignore[call-arg,arg-type]
+
+
+def without_until() -> None:
+    for _ in everstep.attach(**Training().objects()).steps():  # type: ignore[call-arg]
+        pass
+
+
+def stop_early() -> None:
+    training = Training()
+    for batch in everstep.attach(**training.objects()).steps(until=30):
+        if training.step(batch) is not None:
+            break
+
+
+def old_loop() -> None:
+    """attach was added, and the loop was kept."""
+    training = Training()
+    everstep.attach(**training.objects())
+    for batch in training.loader:
+        training.step(batch)
+
+
+def never_attached() -> None:
+    assert Training()
 
 
 class Holder:

@@ -196,6 +196,50 @@ def test_an_object_that_no_checkpoint_can_hold(jobs: Jobs) -> None:
     assert "EVS-101" in refused_by_agent(jobs, "unsavable")
 
 
+@pytest.mark.parametrize(
+    ("work", "form"),
+    [
+        ("positional", "everstep.attach(model=model, optimizer=optimizer)"),
+        ("without_until", "run.steps(until=50_000)"),
+    ],
+)
+def test_arguments_that_do_not_fit(jobs: Jobs, work: str, form: str) -> None:
+    """EVS-100, once: a restart cannot help."""
+    said = refused_by_agent(jobs, work, ranks=2)
+    assert "UsageError: EVS-100" in said
+    assert form in said
+
+
+def test_what_the_end_says(jobs: Jobs) -> None:
+    """At which step it was and that it is committed, once; and why nothing is."""
+    job = jobs.fails(bodies.everstep_run, code=exits.FINISHED, work="short", ranks=2)
+    assert job.splitlines()[-1].endswith("exit code 0: the job finished: step 3 is committed")
+    assert job.count("finished") == 1
+    again = jobs.fails(bodies.everstep_run, code=exits.FINISHED, work="short", ranks=2)
+    assert "nothing is left to do: job job has done 3 steps, `until` is 3" in again
+    assert "(--job job)" in again
+    assert again.count("finished") == 1
+
+    early = jobs.fails(
+        bodies.everstep_run, code=exits.FINISHED, work="stop_early", env={"EVERSTEP_JOB": "early"}
+    )
+    assert "left at step 1 of 30: its checkpoint is committed" in early
+    assert "reached" not in early
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        ("old_loop", "has called everstep.attach and its optimizers have stepped 5 times, but it"),
+        ("never_attached", "the script never called everstep.attach: nothing was saved"),
+    ],
+)
+def test_a_script_that_looks_protected_and_is_not(jobs: Jobs, work: str, said: str) -> None:
+    ended = jobs.fails(bodies.everstep_run, code=exits.FINISHED, work=work)
+    assert ended.count("nothing was saved") == 1
+    assert said in ended
+
+
 def test_pending_gradients_at_a_boundary(jobs: Jobs) -> None:
     """EVS-102 (R1): says what to pass, and is not started again."""
     said = jobs.fails(bodies.forgetful)

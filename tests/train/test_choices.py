@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ import everstep
 from everstep import Options
 from everstep.core.settings import MOST, Settings, from_environment, to_environment
 from everstep.errors import BadName, UsageError
+from everstep.train.calls import explained
 from everstep.train.options import check_claimed, effective, overruled
 from everstep.train.place import Place
-from everstep.train.run import attach
+from everstep.train.run import Run, attach
 from everstep.train.session import Session
 from everstep.train.voice import check_figures
 
@@ -93,6 +96,27 @@ def test_a_misspelt_choice_is_refused_with_the_closest_one() -> None:
     assert list(inspect.signature(Options).parameters)[:2] == ["store", "job"]
 
 
+def test_a_job_that_nobody_named_is_known_to_be_named_after_its_arguments() -> None:
+    assert effective(Options(), {}, ["t.py", "5"]).assumed == "job"
+    assert effective(Options(job="j"), {}, ["t.py"]).assumed == ""
+    assert effective(Options(), {"EVERSTEP_JOB": "j"}, ["t.py"]).assumed == ""
+
+
+def test_every_choice_that_a_text_advises_exists() -> None:
+    """What errors and warnings tell to pass: ``Options(name=...)``, or ``name='skip'``."""
+    calls = (Options, Run.checkpoint, torch.utils.data.DataLoader)
+    known = {name for call in calls for name in inspect.signature(call).parameters}
+    advised: set[str] = set()
+    for file in sorted(Path(everstep.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                advised |= set(re.findall(r"\bOptions\((\w+)=", node.value))
+                if "train" in file.parts:
+                    advised |= set(re.findall(r"(\w+)=(?:.skip|True|False)", node.value))
+    assert advised - known == set()
+    assert {"inexact_data", "deterministic_dataset"} <= advised
+
+
 def test_a_variable_goes_before_the_script_even_with_the_default() -> None:
     default = Settings()
     told = to_environment(default, always=("keep_last", "snapshot_every"))
@@ -125,6 +149,29 @@ WRONG_OBJECTS: list[tuple[dict[str, Any], str]] = [
     ({"model": nn.Linear}, r"attach\(model=...\) was given the class Linear"),
     ({"loader": torch.utils.data.DataLoader}, "was given the class DataLoader"),
 ]
+
+
+def test_arguments_that_do_not_fit_are_refused_with_the_right_form() -> None:
+    model, keyword = nn.Linear(2, 2), r"everstep\.attach\(model=model, optimizer=optimizer\)"
+    with pytest.raises(UsageError, match=f"too many positional arguments.*{keyword}"):
+        attach(model, torch.optim.SGD(model.parameters()))  # type: ignore[call-arg,arg-type]
+    with pytest.raises(UsageError, match=f"given a Linear without a keyword.*{keyword}"):
+        attach(model, optimizer=None)  # type: ignore[arg-type]
+    run = object.__new__(Run)  # arguments are looked at first
+    with pytest.raises(UsageError, match=r"missing.*'until'.*run\.steps\(until=50_000\)"):
+        run.steps()  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="unexpected keyword argument 'untill'"):
+        run.steps(5, untill=5)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="too many positional"):
+        run.checkpoint(True)  # type: ignore[misc]
+    with pytest.raises(UsageError, match=r"run\.log\(loss=loss\)"):
+        run.log(0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="of the call itself"):
+        explained("")(_wrong_inside)(1)
+
+
+def _wrong_inside(_: int) -> None:
+    raise TypeError("of the call itself")
 
 
 @pytest.mark.parametrize(("objects", "says"), WRONG_OBJECTS)

@@ -50,15 +50,17 @@ def agree(jobs: Jobs, digest: object, expected: dict[str, Any]) -> None:
 def test_a_finished_job_says_so_and_a_larger_until_continues_it(
     jobs: Jobs, whole: Callable[..., dict[str, Any]]
 ) -> None:
-    jobs.run(bodies.train, until=7)
+    first = jobs.start(bodies.train, until=7)
+    assert first.wait() == 0
+    assert first.said().splitlines()[-1] == "everstep: the job finished: step 7 is committed"
     again = jobs.start(bodies.train, until=7)
     assert again.wait() == exits.FINISHED
     assert again.result() == whole(7)["digest"], "a finished job has its final state"
-    said = (
-        "job job is finished: it has done 7 steps, `until` is 7. To continue: a larger `until` "
-        "under the same job name (job); to start afresh: "
-    )
-    assert f"{said}EVERSTEP_RESUME=never, or another EVERSTEP_JOB" in again.said()
+    assert (
+        "nothing is left to do: job job has done 7 steps, `until` is 7. To continue it, give it a "
+        "larger `until` under the same name (EVERSTEP_JOB=job)"
+    ) in again.said()
+    assert again.said().count("\n") == 2, "the line before says what it went on from"
     digest = jobs.run(bodies.train, until=LAST)
     agree(jobs, digest, whole(LAST))
 

@@ -16,7 +16,6 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
@@ -183,14 +182,14 @@ def _main(
     said = os.open(folder / "said", os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    with _as_an_interpreter_ends():
+    with as_an_interpreter_ends():
         result = work(**arguments)
         (folder / "result").write_text(json.dumps(result))
 
 
 @contextlib.contextmanager
-def _as_an_interpreter_ends() -> Iterator[None]:
-    """Exit as a script does: the traceback is printed, then what was registered is called."""
+def as_an_interpreter_ends() -> Iterator[None]:
+    """Exit as a script does: the hook for uncaught errors is called, then what was registered."""
     code = 0
     try:
         yield
@@ -198,8 +197,11 @@ def _as_an_interpreter_ends() -> Iterator[None]:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - whatever a script ends with
         sys.last_value = error
-        traceback.print_exc()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -135,7 +135,7 @@ def _stop_for_good(end: AttemptEnd, history: History) -> Decision | None:
     if end.finished:
         warning = f"{_first(end)}, after the job had finished" if failures else ""
         at = f": step {end.furthest} is committed" if end.furthest >= 0 else ""
-        return stop(exits.FINISHED, f"the job is finished{at}", warning)
+        return stop(exits.FINISHED, f"the job finished{at}", warning)
     if end.stopped_by is not None:
         return stop(*_stopped_by(end, end.stopped_by))
     done = bool(end.workers) and all(worker.code == 0 for worker in end.workers)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from everstep.core import exits
 from everstep.core.events import counted
-from everstep.core.settings import Settings
+from everstep.core.settings import Settings, variable
 from everstep.errors import EverstepError, JobOwned, MemoryTooSmall, NotDurable, PendingGradients
 from everstep.train.connect import Connection
 from everstep.train.cut import Cutter
@@ -21,7 +21,6 @@ from everstep.train.place import Place
 from everstep.train.session import Session
 from everstep.train.since import Beside
 from everstep.train.stop import TermFlag, Terminated
-from everstep.train.voice import how_to_start_afresh
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0
 """Seconds between two tries to cut the last step."""
@@ -124,7 +123,7 @@ class Boundary:
                 hint="What the keeper holds it goes on trying to store; start the job again "
                 "to wait for it.",
             )
-        self._connection.finished(step)
+        self._connection.finished(step, told=step == self._restored_step)
 
     def keep(
         self,
@@ -167,13 +166,17 @@ class Boundary:
         """The job had already reached ``until`` when it was started."""
         self._connection.say(
             "train.nothing_to_do",
-            f"job {self._settings.job} is finished: it has done {counted(step, 'step')}, `until` "
-            f"is {until}. To continue: a larger `until` under the same job name "
-            f"({self._settings.job}); to start afresh: {how_to_start_afresh(self._settings)}",
+            f"nothing is left to do: job {self._settings.job} has done {counted(step, 'step')}, "
+            f"`until` is {until}. To continue it, give it a larger `until` under the same name "
+            f"({self._how_to_name()})",
             step=step,
             loud=True,
             until=until,
         )
+
+    def _how_to_name(self) -> str:
+        flag = "--job " if self._settings.attempt else f"{variable('job')}="
+        return flag + self._settings.job
 
     def close(self) -> None:
         self._term.close()

@@ -179,9 +179,10 @@ class Connection:
         code = exits.NO_RECOVERY_POINT if isinstance(error, NoRecoveryPoint) else exits.REFUSED
         self.link.fatal(Fatal(error.code, str(error), code, self._place.rank))
 
-    def finished(self, step: int) -> None:
-        """The last step is committed."""
-        self.say("train.finished", f"step {step} is committed", step=step)
+    def finished(self, step: int, *, told: bool = False) -> None:
+        """The last step is committed; ``told``: a person knows."""
+        text = f"the job finished: step {step} is committed"
+        self.say("train.finished", text, step=step, loud=not told)
 
     def close(self, *, finished: bool) -> None:
         self._voice.close()

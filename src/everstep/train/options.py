@@ -54,7 +54,7 @@ class Options:
     ``snapshot_every``: optimizer steps, 0 lets the measured stall decide. ``checkpoint_every``:
     seconds, or text such as ``"5min"``. ``keep_last``: committed checkpoints kept, at least 1.
     Rank 0's count for the job. ``replicated``: keywords whose tensors are equal on all ranks
-    (stored once; checked by digest, R8). ``inexact_data``: what to do where the data position can
+    (stored once, and compared by digest). ``inexact_data``: what to do where the data position can
     only be reached by fetching batches again: ``"replay"`` them (exact) or ``"skip"`` them at the
     sampler (fast; not exact where the dataset draws random numbers in loader workers).
     ``deterministic_dataset``: your word that the loader's dataset and collate function draw no
@@ -141,6 +141,8 @@ def effective(
         if value is not None and name not in said:
             chosen[name] = _FORMS[name](value)
     mixed = dataclasses.replace(told, **chosen)  # type: ignore[arg-type]  # checked by name above
+    if not mixed.job:
+        mixed = dataclasses.replace(mixed, assumed="job")
     job = mixed.job or default_job(os.path.abspath(arguments[0]), arguments[1:])
     return dataclasses.replace(mixed, job=check_job(job), store=_absolute(mixed.store))
 

@@ -88,9 +88,10 @@ class Restorer:
             else f"goes on from step {loaded.step} ({candidate.source}); to start afresh: "
             f"{how_to_start_afresh(settings)}"
         )
+        named = " (named after the script and its arguments)" if "job" in settings.assumed else ""
         self._connection.say(
             "train.started",
-            f"job {settings.job} in {settings.store} {begins}",
+            f"job {settings.job}{named} in {settings.store} {begins}",
             step=None if loaded is None else loaded.step,
             loud=True,
             source=candidate.source,

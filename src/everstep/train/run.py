@@ -273,7 +273,7 @@ class Run:
         committed = self._leaving.count_step(self.step)
         self._finished = committed and self.step == self._leaving.until
         if self._finished:
-            self._connection.finished(self.step)
+            self._connection.finished(self.step, told=True)
 
     def _pass_boundary(self) -> None:
         self.step += 1

@@ -100,7 +100,7 @@ class LoaderSource(Source):
         if self._workers and not self._terms.deterministic_dataset:
             self._terms.warn(
                 f"loader {self._terms.name!r}: {yielded} batches skipped without fetching "
-                "(inexact='skip'). If its dataset draws randomness in the workers, the data "
+                "(inexact_data='skip'). If its dataset draws randomness in the workers, the data "
                 "that follows differs from the undisturbed run's."
             )
         iterator = self._opened(skip=yielded)

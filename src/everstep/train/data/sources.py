@@ -32,8 +32,9 @@ class Terms:
     def refuse(self, what: str, hint: str) -> None:
         """Raise InexactData, or warn alone where the user accepts inexact resumes."""
         if self.inexact != "skip":
-            raise InexactData(what, hint=f'{hint} Or pass inexact="skip" to go on all the same.')
-        self.warn(f"{what} Going on all the same (inexact='skip').")
+            skip = 'everstep.attach(everstep.Options(inexact_data="skip"), ...)'
+            raise InexactData(what, hint=f"{hint} Or go on all the same: {skip}.")
+        self.warn(f"{what} Going on all the same (inexact_data='skip').")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class StatefulSource(Source):
             self._terms.warn(
                 f"loader {self._terms.name!r} restores its own state, which does not hold the "
                 "RNG of its workers: exact only if the dataset draws no randomness there or "
-                "keeps it in its own state_dict (say so with deterministic_dataset=True)."
+                "keeps it in its own state_dict (say so: Options(deterministic_dataset=True))."
             )
         self._loader.load_state_dict(copy.deepcopy(place.mark["state"]))
         return iter(self._loader)
@@ -197,5 +198,5 @@ def warn_of_new_workers(terms: Terms) -> None:
         f"loader {terms.name!r} has persistent_workers=True. The RNG of workers that live on over "
         "epochs cannot be rebuilt without replaying all epochs, so workers start anew with each "
         "epoch. If the dataset draws no randomness in its workers, say so with "
-        "deterministic_dataset=True: a plain DataLoader then keeps them."
+        "Options(deterministic_dataset=True): a plain DataLoader then keeps them."
     )
