@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from forked import Start
 
-from everstep.agent.keeper import NodeKeeper
+from everstep.agent.keeper import NodeKeeper, hold_index
 from everstep.agent.record import Recorder
 from everstep.agent.tend import TELL_SECONDS, Tending
+from everstep.core.settings import Settings
 from everstep.errors import KeeperError
 from everstep.keeper import pulse
 from everstep.keeper.pulse import END_SECONDS, LOOK_SECONDS, ROUSE_SECONDS
@@ -144,3 +146,19 @@ def test_a_stopped_keeper_saves_again(
     agent.until(lambda: any(e.mono > silent for e in agent.events("snapshot.complete")))
     assert len(agent.events("keeper.started")) == (1 if remedy == "roused" else 2)
     assert len(agent.events("attempt.started")) == 1, "training never noticed"
+
+
+def test_forked_child_does_not_keep_its_agents_number(tmp_path: Path) -> None:
+    settings = Settings(store=str(tmp_path), job="job")
+    lock = hold_index(settings, 0)
+    assert lock is not None
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    lock.close()
+    again = hold_index(settings, 0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert again is not None
+    again.close()

@@ -330,6 +330,8 @@ def hold_index(settings: Settings, index: int) -> socket.socket | None:
         lock.close()
         return None
     lock.listen(1)  # so that the kernel tells others whose it is
+    # A forked worker outlives its agent by seconds, and would keep the number so long.
+    os.register_at_fork(after_in_child=lock.close)
     return lock
 
 
