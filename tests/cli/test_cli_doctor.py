@@ -13,7 +13,13 @@ import msgspec
 import pytest
 
 from everstep.cli.probes import findings
-from everstep.cli.probes.disk import DiskMeasured, fstype_of, measure_disk
+from everstep.cli.probes.disk import (
+    DiskMeasured,
+    PlaceFound,
+    fstype_of,
+    look_at_place,
+    measure_disk,
+)
 from everstep.cli.probes.machine import (
     ClockMeasured,
     Features,
@@ -45,6 +51,38 @@ def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert measured.write_speed > 0
     assert measured.free <= measured.total
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_is_not_there_yet_can_be_made_or_not(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.touch()
+    for store in (file, file / "below" / "it"):
+        found = findings.on_absent_store(str(store), look_at_place(store))
+        assert (found.level, f"{file} is a file" in found.what) == ("fail", True)
+        assert "not the script" in found.advice
+    new = findings.on_absent_store("new", look_at_place(tmp_path / "new" / "store"))
+    assert (new.level, new.advice) == ("ok", "")
+    assert "does not exist yet" in new.what
+    empty = findings.on_absent_store("empty", look_at_place(tmp_path))
+    assert "holds no store yet" in empty.what
+    place = look_at_place(tmp_path / "new")
+    assert place == PlaceFound(str(tmp_path), False, "", True)
+    closed = findings.on_absent_store("new", _with(place, writable=False))
+    assert closed.level == "fail"
+    assert f"may not write in {tmp_path}" in closed.what
+
+
+def test_doctor_fails_for_a_file(
+    cli_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep.cli.doctor.ask_torch", lambda: TorchMeasured(None, "not asked"))
+    file = tmp_path / "train.py"
+    file.touch()
+    code, diagnosis = cli_json("doctor", file)
+    assert code == 1
+    found = {finding["check"]: finding for finding in diagnosis["findings"]}
+    assert f"{file} is a file" in found["store"]["what"]
+    assert "filesystem" not in found
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
@@ -91,6 +129,10 @@ def test_findings_of_the_disk(changes: dict[str, object], check: Any, level: str
 )
 def test_space_is_judged_by_the_newest_checkpoint(free: int, newest: int, level: str) -> None:
     assert findings.on_space(_with(_DISK, free=free), newest, 3).level == level
+
+
+def test_large_counts_can_be_read() -> None:
+    assert findings.on_inodes(_DISK).what == "1,000,000 free of 10,000,000"
 
 
 def test_slow_writes_say_how_long_a_checkpoint_takes() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from everstep.cli.places import store_argument
 from everstep.cli.probes import findings
-from everstep.cli.probes.disk import measure_disk
+from everstep.cli.probes.disk import look_at_place, measure_disk
 from everstep.cli.probes.findings import Finding
 from everstep.cli.probes.machine import measure_clock, measure_memory, read_masks, try_features
 from everstep.cli.probes.pytorch import ask_torch
@@ -80,17 +80,29 @@ def newest_checkpoint(store: str) -> tuple[int, list[Finding]]:
             for job in jobs
         ]
     except ObjectMissing:
-        what = f"{store} does not exist yet; `everstep run` makes it"
-        return 0, [Finding("store", "ok", what)]
+        return 0, [_on_absent(store)]
     except EverstepError as error:
         return 0, [Finding("store", "fail", error.what, error.hint or "Look at the store.")]
     what = f"{opened.url}: {counted(len(jobs), 'job')}"
     return max(newest, default=0), [Finding("store", "ok", what)]
 
 
+def _on_absent(store: str) -> Finding:
+    """Whether `everstep run` can make the store."""
+    if not _is_local(store):
+        return Finding("store", "ok", f"{store} does not exist yet; `everstep run` makes it")
+    return findings.on_absent_store(store, look_at_place(Path(path_of(store))))
+
+
+def _is_local(store: str) -> bool:
+    return "://" not in store or store.startswith("file://")
+
+
 def _on_disk(store: str, newest: int) -> list[Finding]:
-    if "://" in store and not store.startswith("file://"):
+    if not _is_local(store):
         return [Finding("disk", "warn", f"{store} is not on this machine's disk: not measured")]
+    if look_at_place(Path(path_of(store))).file:
+        return []  # another disk's figures would mislead
     try:
         disk = measure_disk(Path(path_of(store)))
     except OSError as error:

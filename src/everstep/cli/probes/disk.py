@@ -36,6 +36,26 @@ class DiskMeasured(msgspec.Struct, frozen=True):
     direct: bool
 
 
+class PlaceFound(msgspec.Struct, frozen=True):
+    """Where a store would be made: ``folder`` is the nearest that exists, at or above it; ``there``
+    whether it is the place itself. ``file`` is what stands in the way and is no folder, else
+    empty; ``writable`` whether this user may make something in the folder."""
+
+    folder: str
+    there: bool
+    file: str
+    writable: bool
+
+
+def look_at_place(path: Path) -> PlaceFound:
+    """What there is at ``path``; touches nothing."""
+    path = path.absolute()
+    above = [path, *path.parents]
+    file = next((str(one) for one in above if os.path.lexists(one) and not one.is_dir()), "")
+    folder = nearest_existing(path)
+    return PlaceFound(str(folder), folder == path, file, os.access(folder, os.W_OK | os.X_OK))
+
+
 def measure_disk(folder: Path) -> DiskMeasured:
     """Figures of the nearest folder at or above ``folder`` that exists.
 

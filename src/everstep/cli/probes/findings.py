@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from everstep.cli.probes.disk import DiskMeasured
+from everstep.cli.probes.disk import DiskMeasured, PlaceFound
 from everstep.cli.probes.machine import ClockMeasured, Features, MemoryMeasured, SignalMasks
 from everstep.cli.probes.pytorch import TorchMeasured
 from everstep.cli.report import size
@@ -38,6 +38,21 @@ class Finding(msgspec.Struct, frozen=True):
     what: str
     advice: str = ""
     facts: dict[str, object] = {}
+
+
+def on_absent_store(store: str, place: PlaceFound) -> Finding:
+    """Whether a store can be made where none is yet."""
+    facts = msgspec.to_builtins(place)
+    if place.file:
+        what = f"no store can be made at {store}: {place.file} is a file"
+        advice = "STORE is the folder of the checkpoints, not the script. Name a folder."
+        return Finding("store", "fail", what, advice, facts)
+    if not place.writable:
+        what = f"no store can be made at {store}: this user may not write in {place.folder}"
+        advice = "Give this user the right to write there, or say another --store."
+        return Finding("store", "fail", what, advice, facts)
+    yet = "holds no store yet" if place.there else "does not exist yet"
+    return Finding("store", "ok", f"{store} {yet}; `everstep run` makes it", facts=facts)
 
 
 def on_filesystem(disk: DiskMeasured) -> Finding:
@@ -104,7 +119,7 @@ def on_inodes(disk: DiskMeasured) -> Finding:
     facts: dict[str, object] = {"free": disk.inodes_free, "total": disk.inodes_total}
     if not disk.inodes_total:
         return Finding("inodes", "ok", "the file system has no fixed number", facts=facts)
-    what = f"{disk.inodes_free} free of {disk.inodes_total}"
+    what = f"{disk.inodes_free:,} free of {disk.inodes_total:,}"
     if disk.inodes_free < FEW_INODES:
         advice = "Writing will fail with 'no space left' though there is space. Delete files."
         return Finding("inodes", "fail", what, advice, facts)
