@@ -152,13 +152,18 @@ def test_forked_child_does_not_keep_its_agents_number(tmp_path: Path) -> None:
     settings = Settings(store=str(tmp_path), job="job")
     lock = hold_index(settings, 0)
     assert lock is not None
+    begun, begins = os.pipe()
     child = os.fork()
     if not child:
+        os.write(begins, b"!")
         signal.pause()
         os._exit(0)
+    os.read(begun, 1)
     lock.close()
     again = hold_index(settings, 0)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    for fd in (begun, begins):
+        os.close(fd)
     assert again is not None
     again.close()
