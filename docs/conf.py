@@ -1,4 +1,4 @@
-"""Sphinx: Markdown pages, the public names from their docstrings."""
+"""Sphinx: Markdown pages; those of docs/reference are made by generate.py."""
 
 import everstep
 
@@ -7,7 +7,7 @@ author = "The everstep authors"
 copyright = author
 release = version = everstep.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
@@ -16,7 +16,3 @@ html_theme = "furo"
 html_title = "everstep"
 html_copy_source = False
 html_show_sourcelink = False
-
-autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"

@@ -9,14 +9,18 @@ Owns: the pages whose first line says so. Never does: change anything else. Call
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from inspect import getdoc
 from pathlib import Path
+from typing import Any
 
 import click
 
+import everstep
 from everstep import errors
 from everstep.agent.flags import SETTINGS as FLAGS
 from everstep.cli import COMMANDS, main
@@ -95,12 +99,23 @@ def cli_page() -> str:
     return _page("Command line", *parts)
 
 
+def api_page() -> str:
+    """What a script calls, with the docstrings as they are in the code."""
+    intro = "Everything that a script needs is in `everstep` itself. Importing it imports no torch."
+    parts = [f"## everstep.{name}\n\n{_api(getattr(everstep, name), name)}" for name in _API]
+    return _page("Python", intro, *parts)
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "api.md": api_page,
     "settings.md": settings_page,
     "exit-codes.md": exit_codes_page,
     "errors.md": errors_page,
     "cli.md": cli_page,
 }
+
+
+_API = ("attach", "Run", "Options", "EverstepError")
 
 
 def out_of_date() -> list[str]:
@@ -113,6 +128,35 @@ def write() -> None:
     REFERENCE.mkdir(exist_ok=True)
     for name, make in PAGES.items():
         (REFERENCE / name).write_text(make(), encoding="utf-8")
+
+
+def _api(thing: Any, name: str) -> str:
+    """Signature and docstring; of a class that a script does not make, those of its methods."""
+    parts = [] if thing is everstep.Run else [_call(thing, name)]
+    parts.append(_markdown(getdoc(thing) or ""))
+    if thing is everstep.Run:
+        for method in (held for key, held in vars(thing).items() if key[0] != "_"):
+            parts += [f"### run.{method.__name__}", _call(method, f"run.{method.__name__}")]
+            parts.append(_markdown(getdoc(method) or ""))
+    return "\n\n".join(parts)
+
+
+def _call(thing: Callable[..., object], name: str) -> str:
+    """How it is called, without the modules that names of types are from."""
+    signature = inspect.signature(thing, eval_str=True)
+    shown = [p for key, p in signature.parameters.items() if key != "self"]
+    text = str(signature.replace(parameters=shown))
+    called = f"{name}{re.sub(r'(?:[a-z_]+[.])+(?=[A-Z])', '', text)}".replace(" -> None", "")
+    if len(called) > 100:
+        arguments = ",\n".join(f"    {p}" for p in shown)
+        called = f"{name}(\n{re.sub(r'(?:[a-z_]+[.])+(?=[A-Z])', '', arguments)},\n)"
+    return f"```python\n{called}\n```"
+
+
+def _markdown(text: str) -> str:
+    """A docstring's roles and literals, as a reader without Sphinx knows them."""
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _run_flags() -> str:

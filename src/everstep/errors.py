@@ -46,13 +46,13 @@ class UsageError(EverstepError, ValueError):
 
 
 class UnsavableObject(UsageError):
-    """An attached object's state holds something that no safe record can hold (S8)."""
+    """An attached object's state holds something that no safe record can hold."""
 
     code: ClassVar[str] = "EVS-101"
 
 
 class PendingGradients(UsageError):
-    """A step boundary with gradients accumulated since the last optimizer step (R1)."""
+    """A step boundary with gradients accumulated since the last optimizer step."""
 
     code: ClassVar[str] = "EVS-102"
 
@@ -91,7 +91,7 @@ class ObjectMissing(StoreError):
 
 
 class ObjectExists(StoreError):
-    """A create-only write found other bytes under its key (S2)."""
+    """A create-only write found other bytes under its key."""
 
     code: ClassVar[str] = "EVS-202"
     retryable: ClassVar[bool] = False
@@ -119,7 +119,7 @@ class StoreFull(StoreError):
 
 
 class CorruptObject(StoreError):
-    """Bytes read do not match their digest, checksum, length or format (S3)."""
+    """Bytes read do not match their digest, checksum, length or format."""
 
     code: ClassVar[str] = "EVS-206"
     retryable: ClassVar[bool] = False
@@ -170,7 +170,7 @@ class RestoreError(EverstepError):
 
 
 class NoRecoveryPoint(RestoreError):
-    """A recovery point is expected and none verifies (R5)."""
+    """A recovery point is expected and none verifies."""
 
     code: ClassVar[str] = "EVS-401"
     blame: ClassVar[Blame] = "storage"

@@ -65,6 +65,34 @@ def test_a_finished_job_says_so_and_a_larger_until_continues_it(
     agree(jobs, digest, whole(LAST))
 
 
+def train_by_epochs(fails_at: int = -1) -> str:
+    training = Training()
+    run = everstep.attach(**training.objects())
+    for epoch in range(3):
+        for batch in run.steps(until=(epoch + 1) * BATCHES):
+            training.step(batch)
+            if run.step == fails_at:
+                raise RuntimeError("the user's")
+    return training.digest()
+
+
+def test_a_loop_over_epochs_ends_with_the_last(
+    jobs: Jobs, whole: Callable[..., dict[str, Any]]
+) -> None:
+    """A job that fails in a later loop has not finished, and each end is said once."""
+    said = jobs.fails(train_by_epochs, fails_at=7)
+    assert "finished" not in said
+    assert not jobs.events("job.finished")
+    second = jobs.start(train_by_epochs)
+    assert second.wait() == 0
+    assert second.said().count("the job finished: step 15 is committed") == 1
+    assert "nothing is left" not in second.said()
+    assert second.result() == whole(15)["digest"]
+    third = jobs.start(train_by_epochs)
+    assert third.wait() == 0
+    assert third.said().count("nothing is left to do") == 1
+
+
 def test_accumulate_counts_optimizer_steps_and_carries_an_epochs_rest_over(
     jobs: Jobs, whole: Callable[..., dict[str, Any]]
 ) -> None:

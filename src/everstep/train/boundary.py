@@ -123,7 +123,6 @@ class Boundary:
                 hint="What the keeper holds it goes on trying to store; start the job again "
                 "to wait for it.",
             )
-        self._connection.finished(step, told=step == self._restored_step)
 
     def keep(
         self,
@@ -162,8 +161,13 @@ class Boundary:
         """Whether ``step`` is known to be committed."""
         return self._durable_step == step
 
-    def report_finished_before(self, step: int, until: int) -> None:
-        """The job had already reached ``until`` when it was started."""
+    def report_finished(self, step: int, until: int) -> None:
+        """The run ends at ``until``; where it was there when it was started, nothing was done."""
+        if step == self._restored_step:
+            self._report_finished_before(step, until)
+        self._connection.finished(step, told=step == self._restored_step)
+
+    def _report_finished_before(self, step: int, until: int) -> None:
         self._connection.say(
             "train.nothing_to_do",
             f"nothing is left to do: job {self._settings.job} has done {counted(step, 'step')}, "

@@ -117,10 +117,7 @@ class Leaving:
         )
         self._saved = step
         if why is None:
-            self._voice.say(
-                "train.stopped_early", f"{self._at(step)}: its checkpoint is committed",
-                step=step, loud=True, until=self.until,
-            )  # fmt: skip
+            self._tell_saved(step)
             return True
         self._voice.warn(
             f"{self._at(step)}, and its checkpoint is not committed after {seconds:g} s: {why}. "
@@ -132,6 +129,14 @@ class Leaving:
         return self._saved == step or self._boundary.is_durable(step)
 
     # -- what is told
+
+    def _tell_saved(self, step: int) -> None:
+        if step == self.until:
+            return  # that is the end of the job, which has its own words
+        self._voice.say(
+            "train.stopped_early", f"{self._at(step)}: its checkpoint is committed", step=step,
+            loud=True, until=self.until,
+        )  # fmt: skip
 
     def _tell_wait(self, step: int, seconds: float) -> None:
         self._voice.warn(

@@ -154,8 +154,7 @@ class Run:
                 raise UsageError(f"steps() needs a whole {name} >= {least}, not {value!r}.")
         self._leaving.until = until
         self.restore()
-        if self.step >= until:
-            self._boundary.report_finished_before(self.step, until)
+        self._finished = False  # a loop before may have had a smaller until
         while self.step < until:
             for micro in range(accumulate):
                 self.at_boundary = micro == accumulate - 1
@@ -229,7 +228,9 @@ class Run:
         if os.getpid() != self._pid:
             self._open = False
             return  # a forked child that ends: the connection and the rest are the parent's
-        if not self._finished and not ends_by_exception(self._error_before):
+        if self._finished and self._leaving.until is not None:
+            self._boundary.report_finished(self.step, self._leaving.until)
+        elif not ends_by_exception(self._error_before):
             self._leaving.close(
                 self.step, restored=self._restored, in_body=self._standing != "boundary",
                 exiting=exiting,
@@ -272,8 +273,6 @@ class Run:
         self._counted = True
         committed = self._leaving.count_step(self.step)
         self._finished = committed and self.step == self._leaving.until
-        if self._finished:
-            self._connection.finished(self.step, told=True)
 
     def _pass_boundary(self) -> None:
         self.step += 1
