@@ -149,8 +149,8 @@ def _unprotected(end: AttemptEnd) -> str:
     if end.attached:
         return ""
     return (
-        "the script never called everstep.attach: nothing was saved, and a restart would have "
-        "begun anew"
+        "the script never called everstep.attach, or ended no step after it: nothing was saved, "
+        "and a restart would have begun anew"
     )
 
 

@@ -18,7 +18,8 @@ NO_PROGRESS = 93
 SIGNALLED = 128
 
 MEANING: dict[int, str] = {
-    FINISHED: "the job reached its last step, and its last checkpoint is committed",
+    FINISHED: "the job reached its last step, and its last checkpoint is committed; or all workers "
+    "ended by themselves with 0, as after a `break`",
     FAILED: "a worker failed and no restart was left, or --max-restarts was reached",
     USAGE: "bad arguments or settings",
     NO_STORE: "the store cannot be read or written now (EVS-2xx; a path that can never be a store "
