@@ -21,7 +21,7 @@ _SHOWN_KINDS = frozenset(
         "job.preempted",
         "train.nothing_to_do",
         "train.stopped_early",
-    }  # fmt: skip
+    }
 )
 """Kinds of the keeper's and the workers' events that a person is told, besides warnings."""
 
