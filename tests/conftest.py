@@ -6,10 +6,13 @@ import contextlib
 import os
 import select
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "train"))  # train_jobs: jobs of warm processes
 
 _INHERITED = ("EVERSTEP_", "PET_", "TORCHELASTIC_", "MASTER_")
 _RANKS = frozenset(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))

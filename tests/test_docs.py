@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from train_jobs import Jobs, run_script
 
 from everstep.cli import COMMANDS
 
@@ -87,20 +88,14 @@ def test_there_are_snippets_to_test() -> None:
 def test_a_snippet_runs_to_its_last_step_and_commits_it(
     code: str, tmp_path: Path, job_environment: dict[str, str]
 ) -> None:
+    jobs = Jobs(tmp_path, job_environment)
     script = tmp_path / "train.py"
     script.write_text(STAND_INS + _short(code), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, script.name],
-        cwd=tmp_path,
-        env=job_environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = jobs.start(run_script, path=str(script))
+    assert done.wait() == 0, done.said()
+    jobs.close()
     committed = list(tmp_path.glob(f"*/jobs/*/steps/{LAST:012d}-*/manifest"))
-    assert len(committed) == 1, done.stderr
+    assert len(committed) == 1, done.said()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,6 +11,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import struct
@@ -166,6 +167,11 @@ def _alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
+
+
+def run_script(path: str) -> None:
+    """A script as ``python path`` runs it."""
+    runpy.run_path(path, run_name="__main__")
 
 
 def _main(
