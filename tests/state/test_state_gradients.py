@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.state.gradients import Gradients
+from everstep.state.gradients import Gradients, _Watch, stand_again, standing
 from everstep.state.inspect import Attached
 
 Zero = Callable[[torch.optim.Optimizer], None]
@@ -315,14 +315,85 @@ def test_a_loop_that_never_zeroes_is_refused(loop: Loop) -> None:
     assert "optimizer's last step" in (told[-1] or "")
 
 
-def test_gradients_a_replayed_graph_writes_anew_are_normal(loop: Loop) -> None:
+def test_gradients_a_replayed_graph_writes_anew_are_normal(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A CUDA graph writes the same tensors at every replay, and no version tells."""
+    monkeypatch.setattr(_Watch, "_may_be_of_a_graph", lambda *_: True)
     loop.backward()
     for _ in range(3):
         for parameter in loop.model.parameters():
             parameter.grad.numpy().fill(1.0)
         loop.step()
         assert loop.gradients.pending() is None
+
+
+def test_gradients_that_a_second_step_uses_as_they_stand_are_refused(loop: Loop) -> None:
+    """A backward for every second step: a restart between the two would have none to use."""
+    told = []
+    for step in range(4):
+        if step % 2 == 0:
+            loop.optimizer.zero_grad()
+            loop.backward()
+        loop.step()
+        told.append(loop.gradients.pending())
+    assert [bool(why) for why in told] == [False, True, False, True]
+
+
+class Heads:
+    """A backbone and two heads that are used in turn, and one optimizer that moves them all: the
+    unused head has a zero gradient where the loop zeroes in place, and none where it does not."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("back", "one", "two")})
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.attached = Attached({"model": self.model, "optimizer": self.optimizer})
+
+    def run(self, steps: range, zero: Zero) -> None:
+        for step in steps:
+            zero(self.optimizer)
+            head = self.model["one" if step % 3 else "two"]
+            head(self.model["back"](torch.ones(2, 3) * step)).square().sum().backward()
+            self.optimizer.step()
+
+    def restart(self) -> Heads:
+        other = Heads()
+        other.model.load_state_dict(self.model.state_dict())
+        other.optimizer.load_state_dict(self.optimizer.state_dict())
+        stand_again(other.attached, standing(self.attached))
+        return other
+
+
+@ways_to_zero
+def test_r4_a_gradient_of_zero_that_stands_at_the_boundary_stands_there_again(zero: Zero) -> None:
+    """Adam moves a parameter whose gradient is zero, and leaves alone one that has none."""
+    undisturbed = Heads()
+    undisturbed.run(range(9), zero)
+    for cut in range(1, 9):
+        first = Heads()
+        first.run(range(cut), zero)
+        second = first.restart()
+        second.run(range(cut, 9), zero)
+        for one, other in zip(
+            undisturbed.model.parameters(), second.model.parameters(), strict=True
+        ):
+            assert torch.equal(one, other), f"cut at {cut}"
+
+
+def test_sparse_gradients_stand_again_as_sparse_ones() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    attached = Attached({"model": table, "optimizer": optimizer})
+    table(torch.tensor([1, 3])).sum().backward()
+    kinds = standing(attached)
+    optimizer.zero_grad()
+    assert standing(attached) == {}
+    stand_again(attached, kinds)
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    assert table.weight.grad._nnz() == 0
+    optimizer.step()
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -148,3 +148,10 @@ def test_a_chain_ends_where_a_branch_is_missing_or_points_forward() -> None:
     assert chain({3: Point(1, 2)}) == [3]
     assert chain({1: Point(1, 2), 2: Point(1, 1)}) == [2, 1]
     assert chain({}) == []
+
+
+def test_r5_what_an_unread_branch_may_have_restored_is_expected() -> None:
+    """Nothing else is left of what attempt 2 went on from; attempt 1 has made a checkpoint."""
+    assert expected({2: None}, [Point(5, 1)], unread={2})
+    assert not expected({2: None}, [], unread={2})
+    assert not expected({2: None}, [Point(5, 1)], unread=())

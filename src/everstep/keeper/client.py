@@ -25,7 +25,7 @@ from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.address import try_connect
 from everstep.keeper.control import ControlPage
 from everstep.keeper.identity import cpu_ticks
-from everstep.keeper.pulse import Pulse, told
+from everstep.keeper.pulse import LOOK_SECONDS, Pulse, told
 from everstep.keeper.slot import Geometry, Slot
 from everstep.keeper.wire import (
     AdoptSlots,
@@ -358,11 +358,20 @@ class WorkerLink:
         if self._link is None:
             raise KeeperError("the keeper is away.")
         try:
-            answer, fds = self._link.ask(message, timeout=timeout + _ANSWER_MARGIN)
+            self._link.send(message)
+            answer, fds = self._await_answer(self._link, timeout + _ANSWER_MARGIN)
         except KeeperError:
             self._drop()
             raise
         return _expect(answer, fds, kinds)
+
+    def _await_answer(self, link: Link, timeout: float) -> tuple[AnyMessage, list[int]]:
+        deadline = time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            if link.readable(max(0.0, min(deadline - now, LOOK_SECONDS))) or now >= deadline:
+                return link.receive(timeout=max(0.0, deadline - now))
+            self._tend(link, now)
 
     def _ask_until(
         self,

@@ -23,7 +23,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ class _Absent:
 _ABSENT = _Absent()
 _NOTHING = weakref.ref(_ABSENT)
 _NONE = _Marks([], [])
+_SPARSE = 2
 _WHOLE = frozenset({torch.Tensor, _Absent})
 """Types whose version is that of their memory."""
 _gradient_of = operator.attrgetter("grad")
@@ -116,6 +117,38 @@ class Gradients:
         )
 
 
+def standing(attached: Attached) -> dict[str, bytes]:
+    """Of each optimizer's parameters, which have a gradient at this boundary: 0 none, 1 a dense
+    one, 2 a sparse one. What it holds is no state, but that it is there may be: an optimizer moves
+    a parameter whose gradient is zero, and leaves one alone that has none."""
+    found = {}
+    for keyword, optimizer in attached.optimizers():
+        kinds = bytes(map(_kind, map(_gradient_of, _flat(optimizer))))
+        if any(kinds):
+            found[keyword] = kinds
+    return found
+
+
+def stand_again(attached: Attached, kinds: Mapping[str, bytes]) -> None:
+    """Zero gradients where :func:`standing` has found some."""
+    for keyword, optimizer in attached.optimizers():
+        for parameter, kind in zip(_flat(optimizer), kinds.get(keyword, b""), strict=False):
+            if kind and parameter.grad is None:
+                zeros = torch.zeros_like(parameter, requires_grad=False)
+                parameter.grad = zeros.to_sparse() if kind == _SPARSE else zeros
+
+
+def _kind(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return 0
+    return _SPARSE if sharding.local(gradient).is_sparse else 1
+
+
+def _flat(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    groups = optimizer.param_groups
+    return [*itertools.chain.from_iterable(group["params"] for group in groups)]
+
+
 class _Watch:
     """The gradients of one optimizer's parameters, which are known by their place among them.
 
@@ -173,8 +206,7 @@ class _Watch:
         self._left, self.used, self.settled = _NONE, now, now
 
     def _parameters(self) -> list[torch.Tensor]:
-        groups = self.optimizer.param_groups
-        return [*itertools.chain.from_iterable(group["params"] for group in groups)]
+        return _flat(self.optimizer)
 
     def _gradients(self, places: set[int]) -> list[torch.Tensor]:
         parameters = self._parameters()
@@ -205,12 +237,17 @@ class _Watch:
                     (carried if stands else unseen).add(at)
                 elif not stands:
                     # Of one that a step used before: every loop that zeroes in place at the start.
-                    # (Where even the version stands still, a CUDA graph has written it anew.)
                     unclear.add(at)
+                elif not self._may_be_of_a_graph(at):
+                    carried.add(at)  # used a second time, as it is
         self._look_before_accumulation(unclear)
         if carried and _any_nonzero(self._gradients(carried)):
             return _carried(self.keyword)
         return _unseen(self.keyword) if unseen else None
+
+    def _may_be_of_a_graph(self, at: int) -> bool:
+        """A CUDA graph writes gradients anew, and their versions stand still."""
+        return self._parameters()[at].device.type != "cpu"
 
     def _look_before_accumulation(self, places: set[int]) -> None:
         """From now on. Shards of FSDP2 get their gradients without autograd: there none runs."""
@@ -298,7 +335,8 @@ def _unused(keyword: str, has_scaler: bool) -> str:
     text = (
         f"{keyword}'s parameters hold gradients accumulated since the last optimizer step, and "
         "a cut here would lose them. Pass accumulate=<micro-batches per step> to run.steps, or "
-        "end the step before run.step_end()."
+        "end the step before run.step_end(). Where a step is left out on purpose (a norm that is "
+        f"not finite), zero them instead: {keyword}.zero_grad()."
     )
     if not has_scaler:
         text += " If a GradScaler skipped the step, attach it (scaler=...)."

@@ -78,14 +78,15 @@ def expected(branches: Branches, known: Iterable[Point], unread: Collection[int]
 
     ``known`` holds the points that have a manifest or a tombstone. Where no branch exists at all,
     any of them counts; a root (a deliberate fresh start) cuts off what came before it. An attempt
-    whose branch cannot be read may have restored something where an earlier one has a branch.
+    whose branch cannot be read may have restored something where an earlier one has left any
+    trace.
     """
     points = list(known)
     if not branches:
         return bool(points)
     links = chain(branches)
     restored_something = any(branches[attempt] is not None for attempt in links)
-    may_have = links[-1] in unread and min(branches) < links[-1]
+    may_have = links[-1] in unread and (min(branches) < links[-1] or bool(points))
     return restored_something or may_have or bool(on_lineage(branches, points))
 
 

@@ -147,9 +147,9 @@ class Leaving:
     def _warn_of_half_a_step(self, step: int) -> None:
         self._voice.warn(
             f"{self._at(step)}, within step {step + 1}; {self._newest(step)}, and what was "
-            "computed after it is not saved. Leave the loop by `break` at the end of the body; or "
-            "where the step is whole, call run.step_end() and run.checkpoint(wait=True) after the "
-            "loop."
+            "computed after it is not saved. Leave the `for` over run.steps itself by `break` at "
+            "the end of the body; or where the step is whole, call run.step_end() and "
+            "run.checkpoint(wait=True) after the loop."
         )
 
     def _warn_of_no_boundary(self, restored: bool) -> None:

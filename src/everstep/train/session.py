@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.core.layout import RankState, TensorRef
 from everstep.errors import PendingGradients, StateMismatch
-from everstep.state import difference, restore, rng
+from everstep.state import difference, gradients, restore, rng
 from everstep.state.ddp import rebuild_buckets_now
 from everstep.state.gradients import Gradients
 from everstep.state.inspect import Attached, LiveState
@@ -82,6 +82,7 @@ class Session:
                 "environment": observe(self._place.world),
                 "rng": drawn,
                 "data": data,
+                "gradients": gradients.standing(self.attached),
             }
             return self.attached.resolve(step, extra)
 
@@ -127,6 +128,7 @@ class Session:
         Gives what has changed around the state, so that the continuation may differ (R4)."""
         extra = restore.extra(self.attached, loaded.state, loaded.tree, loaded.tensors)
         restore.apply(self.attached, loaded.state, loaded.tree, loaded.tensors)
+        gradients.stand_again(self.attached, extra.get("gradients", {}))
         if self._feed is not None and extra["data"] is not None:
             self._feed.restore(extra["data"])
             self._feed.prepare()
