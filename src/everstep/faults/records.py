@@ -46,11 +46,13 @@ class Signal(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     """The signals of one failure, in no order. ``nodes`` gives the ranks of each node, as far as
-    they are known; ``pods`` the rack, switch or pod that a node stands in."""
+    they are known; ``pods`` the rack, switch or pod that a node stands in; ``addresses`` the node of
+    an IP address, since messages of peers name nothing else."""
 
     id: str
     signals: tuple[Signal, ...]
     nodes: Mapping[str, tuple[int, ...]] = {}
+    addresses: Mapping[str, str] = {}
     pods: Mapping[str, str] = {}
 
 

@@ -1,0 +1,364 @@
+"""Facts into candidates: what may be the root, on which ranks and node, and how strong that is.
+
+Owns: how facts of a class come together, places, the levels of evidence. Never does: I/O, choose.
+Called by: :mod:`everstep.faults.judge`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from everstep.faults.catalog import Catalog, Place
+from everstep.faults.exits import ABORT, BUS, CRASHES, KILL, TERM, End
+from everstep.faults.lines import Line
+from everstep.faults.match import Fact, facts_of
+from everstep.faults.records import Action, Domain
+from everstep.faults.scene import Scene
+from everstep.faults.tracebacks import Raised, raised_in
+
+NODE, PROGRAM, OUTLIER, DEGRADED, PEER, WATCHDOG, SIGNAL, NOTICE = 50, 40, 36, 35, 30, 20, 10, 5
+"""Levels of evidence: kind before time (rule 1)."""
+_LEVEL = {"node": NODE, "program": PROGRAM, "peer": PEER, "watchdog": WATCHDOG, "signal": SIGNAL}
+BEFORE_S, AFTER_S = 600.0, 300.0
+"""How far from the failure a fact of a node still belongs to it."""
+
+_NOISE = re.compile(
+    r"(?:Warning|ChildFailedError|SignalException|SystemExit|KeyboardInterrupt|GeneratorExit"
+    r"|ProcessExitedException|ProcessRaisedException|StopIteration|CalledProcessError|TERMINATE)$"
+)
+_PEER = re.compile(
+    r"(?:DistBackendError|DistNetworkError|DistStoreError|DistError|Rendezvous\w+|BrokenPipeError"
+    r"|ConnectionResetError|ConnectionAbortedError|ConnectionRefusedError|EOFError)$"
+)
+_CUDA = re.compile(r"(?i)\bCUDA error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL error\b|gloo|ProcessGroup")
+_RAN = re.compile(r"ran for (\d+) milliseconds|Timed out waiting (\d+)ms|within (\d+)ms|in (\d+) ?ms\b")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may be the root: its place, its facts, and the earliest time of them."""
+
+    fault: str
+    domain: Domain
+    action: Action
+    level: int
+    place: Place
+    depth: int
+    facts: tuple[Fact, ...]
+    ranks: frozenset[int] = frozenset()
+    node: str | None = None
+    why: str = ""
+    survivable: bool = False
+    nodes: frozenset[str] = frozenset()
+
+    @property
+    def time(self) -> float | None:
+        times = [fact.line.time for fact in self.facts if fact.line.time is not None]
+        return min(times) if times else None
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Where it begins: by time; within one signal by line."""
+        return min(
+            ((fact.line.time if fact.line.time is not None else 0.0, fact.line.order)
+             for fact in self.facts), default=(0.0, 0),
+        )  # fmt: skip
+
+
+@dataclass
+class Found:
+    """All facts of an incident, sorted by what they are for."""
+
+    scene: Scene
+    catalog: Catalog
+    facts: list[Fact] = field(default_factory=list)
+    raised: list[Raised] = field(default_factory=list)
+    span: tuple[float, float] | None = None
+
+    def of(self, *faults: str) -> list[Fact]:
+        return [fact for fact in self.facts if fact.fault in faults]
+
+    def made(self, fault: str, level: int, facts: Iterable[Fact], **more: object) -> Candidate:
+        """A candidate of a class with the class's defaults."""
+        known = self.catalog.known[fault]
+        assert known.domain is not None, "a loaded class has its file's domain"
+        base = Candidate(
+            fault, known.domain, known.action, level, known.place, known.depth, tuple(facts),
+            survivable=known.survivable,
+        )  # fmt: skip
+        return replace(base, **more)  # type: ignore[arg-type]
+
+    def fact(self, fault: str, line: Line) -> Fact:
+        """A fact of a class that no pattern of a line showed."""
+        known = self.catalog.known[fault]
+        assert known.domain is not None, "a loaded class has its file's domain"
+        return Fact(
+            fault, known.domain, known.action, known.kind, known.place, known.severity, known.role,
+            known.depth, known.survivable, line,
+        )  # fmt: skip
+
+
+def find(scene: Scene, catalog: Catalog) -> Found:
+    """Match all lines, and give exceptions their class."""
+    found = Found(scene, catalog, facts_of(scene.lines, catalog), raised_in(scene.lines))
+    found.facts = [fact for fact in _with_exceptions(found) if not _is_setup(fact, scene)]
+    found.span = _span(found)
+    return found
+
+
+def node_candidates(found: Found) -> list[Candidate]:
+    """Facts of nodes, kernels and schedulers, one candidate for each class and node."""
+    groups: dict[tuple[str, str | None], list[Fact]] = defaultdict(list)
+    for fact in found.facts:
+        if fact.kind == "node" and _belongs(fact, found):
+            groups[fact.fault, _node_of(fact, found.scene)].append(fact)
+    return [_node_candidate(fault, node, facts, found) for (fault, node), facts in groups.items()]
+
+
+def program_candidates(found: Found) -> list[Candidate]:
+    """Ends of processes that are no trouble of communication: one candidate for each class."""
+    best: dict[int | None, Fact] = {}
+    for fact in found.facts:
+        if fact.kind != "program" or fact.severity == "notice" or _survived(fact, found.scene):
+            continue
+        old = best.get(fact.rank)
+        if old is None or _key(fact) < _key(old):
+            best[fact.rank] = fact
+    if None in best and any(best[None].fault == fact.fault for rank, fact in best.items() if rank is not None):
+        del best[None]
+    for end in found.scene.ends.values():
+        crash = _crash(end)
+        if crash and end.rank not in found.scene.ours and _weaker(best.get(end.rank), found, crash):
+            best[end.rank] = found.fact(crash, end.line)
+    groups: dict[str, list[Fact]] = defaultdict(list)
+    for fact in best.values():
+        groups[fact.fault].append(fact)
+    return [_program_candidate(fault, facts, found) for fault, facts in groups.items()]
+
+
+def _weaker(fact: Fact | None, found: Found, crash: str) -> bool:
+    return fact is None or fact.depth < found.catalog.known[crash].depth and fact.fault == "USER_EXCEPTION"
+
+
+def _key(fact: Fact) -> tuple[float, float, int, str]:
+    time = fact.line.time if fact.line.time is not None else 0.0
+    return (-fact.depth, time, fact.line.order, fact.line.text)
+
+
+def _with_exceptions(found: Found) -> list[Fact]:
+    """Facts on the lines of exceptions know their frame; exceptions without a fact are the
+    program's own, unless they speak of communication."""
+    facts = list(found.facts)
+    at: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, fact in enumerate(facts):
+        at[fact.line.signal, fact.line.order].append(number)
+    extra: list[Fact] = []
+    for raised in found.raised:
+        line = raised.line
+        own = [
+            number
+            for order in range(line.order, line.order + 6)
+            for number in at.get((line.signal, order), ())
+            if facts[number].rank == line.rank
+        ]
+        for number in own:
+            facts[number] = replace(facts[number], frame=raised.frame, message=_said(raised))
+        if not own and not _NOISE.search(raised.name) and not _of_peers(raised):
+            extra.append(
+                replace(found.fact("USER_EXCEPTION", line), frame=raised.frame, message=_said(raised))
+            )
+    return facts + extra
+
+
+def _of_peers(raised: Raised) -> bool:
+    return bool(_PEER.search(raised.name) or _CUDA.search(raised.message))
+
+
+def _said(raised: Raised) -> str:
+    return f"{raised.type}: {raised.message}" if raised.message else raised.type
+
+
+def _is_setup(fact: Fact, scene: Scene) -> bool:
+    """Facts of what a supervisor only tells: it found nothing wrong with a device or a file."""
+    del scene
+    text = fact.line.text
+    return fact.line.source == "agent" and bool(
+        re.search(r"(?i)\b(?:ok|healthy|passed|complete|readable|succeeds?|within limits)\b\W*$", text)
+        and fact.kind == "program"
+    )
+
+
+def _survived(fact: Fact, scene: Scene) -> bool:
+    """Whether its rank went on: it ended well, or still beats after it."""
+    rank = fact.rank
+    if rank is None:
+        return bool(scene.ends) and not scene.dead and fact.survivable
+    if rank in scene.ends:
+        return scene.ends[rank].code == 0
+    time = fact.line.time
+    return any(
+        beat.rank == rank and rank in scene.alive and (time is None or beat.time is None or beat.time > time + beat.age)
+        for beat in scene.beats
+    )
+
+
+def _span(found: Found) -> tuple[float, float] | None:
+    """When it failed: from the first to the last end or error, less the time that was waited."""
+    times: list[float] = []
+    for end in found.scene.ends.values():
+        if end.code != 0 and end.time is not None:
+            times.append(end.time)
+    for fact in found.facts:
+        if fact.kind in ("program", "peer", "watchdog") and fact.line.time is not None:
+            waited = _RAN.search(fact.line.text)
+            seconds = float(next(filter(None, waited.groups()))) / 1000 if waited else 0.0
+            times += [fact.line.time, fact.line.time - seconds]
+    for beat in found.scene.beats:
+        if beat.time is not None and beat.age >= 60:
+            times.append(beat.time - beat.age)
+    return (min(times), max(times)) if times else None
+
+
+def _belongs(fact: Fact, found: Found) -> bool:
+    """The window of rule 1; the clock of a node that is wrong orders nothing."""
+    time = fact.line.time
+    if found.span is None or time is None or fact.severity == "notice":
+        return True
+    if any(other.node == fact.node for other in found.of("CLOCK_SKEW") if other.node):
+        return True
+    return found.span[0] - BEFORE_S <= time <= found.span[1] + AFTER_S
+
+
+def _node_of(fact: Fact, scene: Scene) -> str | None:
+    if fact.place in ("job", "service"):
+        return None
+    named = fact.groups.get("node")
+    if named and (known := scene.node_at(named)):
+        return known
+    return fact.line.node or scene.node_of(fact.rank)
+
+
+def _node_candidate(fault: str, node: str | None, facts: list[Fact], found: Found) -> Candidate:
+    facts = sorted(facts, key=_key)
+    worst = next((fact for fact in facts if fact.severity == "fatal"), None)
+    chosen = worst or next((fact for fact in facts if fact.severity == "degraded"), facts[0])
+    level = {"fatal": NODE, "degraded": DEGRADED, "notice": NOTICE}[chosen.severity]
+    counted = [fact for fact in facts if fact.severity == chosen.severity]
+    ranks = frozenset().union(*(_ranks_of(fact, node, found) for fact in counted))
+    return found.made(
+        fault, level, counted, node=node, ranks=ranks, action=chosen.action, domain=chosen.domain,
+        place=chosen.place, depth=chosen.depth, survivable=chosen.survivable,
+    )  # fmt: skip
+
+
+def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
+    """The ranks that a fact of a node stands on."""
+    scene = found.scene
+    if fact.place in ("job", "service", "switch"):
+        return frozenset()
+    if fact.place == "node":
+        return frozenset(scene.ranks_of(node))
+    rank = _named_rank(fact, node, found)
+    if rank is not None:
+        return frozenset((rank,))
+    if fact.place == "pod":
+        return frozenset(scene.ranks_of(node))
+    if fact.place == "process":
+        killed = {end.rank for end in scene.ends.values()
+                  if end.signal == KILL and end.rank not in scene.ours
+                  and (end.node or scene.node_of(end.rank)) == node}  # fmt: skip
+        if killed:
+            return frozenset(killed)
+    return _touched(node, found)
+
+
+def _named_rank(fact: Fact, node: str | None, found: Found) -> int | None:
+    scene, groups = found.scene, fact.groups
+    if "pci" in groups and (rank := scene.of_device(node, groups["pci"])) is not None:
+        return rank
+    if "pid" in groups:
+        pid = int(groups["pid"])
+        if (rank := scene.of_pid(node, pid)) is not None:
+            return rank
+        told = {raised.line.rank for raised in found.raised if re.search(rf"\bpid:? ?{pid}\b", raised.message)}
+        if len(told) == 1:
+            return told.pop()
+    return fact.rank
+
+
+def _touched(node: str | None, found: Found) -> frozenset[int]:
+    """Without a map: the only rank of the node that shows anything of its own."""
+    scene = found.scene
+    if len(scene.ranks_of(node)) == 1:
+        return frozenset(scene.ranks_of(node))
+    own = {
+        fact.rank for fact in found.facts
+        if fact.rank is not None and fact.kind == "program"
+        and (fact.line.node or scene.node_of(fact.rank)) == node
+    } | {
+        end.rank for end in scene.ends.values()
+        if end.code != 0 and end.rank not in scene.ours and (end.node or scene.node_of(end.rank)) == node
+    }  # fmt: skip
+    if len(own) == 1:
+        return frozenset(own)
+    beats = {beat.rank for beat in scene.beats
+             if beat.rank in scene.ranks_of(node) and beat.age >= 60}  # fmt: skip
+    devices = {fact.rank for fact in found.of("NCCL_CUDA_ERROR", "CONFIG_INVALID", "CUDA_OOM")
+               if fact.rank in scene.ranks_of(node)}  # fmt: skip
+    for group in (devices, beats):
+        if len(group) == 1:
+            return frozenset(rank for rank in group if rank is not None)
+    return frozenset()
+
+
+def _crash(end: End) -> str | None:
+    if end.signal in CRASHES:
+        return "NATIVE_CRASH"
+    return "SIGBUS_SHM" if end.signal == BUS else None
+
+
+def _program_candidate(fault: str, facts: list[Fact], found: Found) -> Candidate:
+    facts = sorted(facts, key=lambda fact: (fact.line.time or 0.0, fact.line.order, fact.line.text))
+    chosen = max(facts, key=lambda fact: fact.depth)
+    ranks = frozenset(fact.rank for fact in facts if fact.rank is not None)
+    return found.made(
+        fault, PROGRAM, facts, ranks=ranks, depth=chosen.depth, action=chosen.action,
+        domain=chosen.domain, place=chosen.place, survivable=chosen.survivable,
+    )  # fmt: skip
+
+
+def external_ends(found: Found) -> list[Candidate]:
+    """Ends by SIGTERM that nobody of ours sent."""
+    scene = found.scene
+    deaths = [end for end in scene.ends.values() if end.code != 0 and end.signal not in (TERM, ABORT)
+              and end.rank not in scene.ours]  # fmt: skip
+    first = min((end.time for end in deaths if end.time is not None), default=None)
+    outside = [
+        end for end in scene.ends.values()
+        if end.signal == TERM and end.rank not in scene.ours
+        and not (deaths and (first is None or end.time is None or end.time >= first))
+    ]  # fmt: skip
+    told = found.of("SIGTERM_EXTERNAL")
+    if not outside:
+        return [found.made("SIGTERM_EXTERNAL", SIGNAL, told, ranks=_known(told))] if told else []
+    facts = told + [found.fact("SIGTERM_EXTERNAL", end.line) for end in outside]
+    times = [end.time for end in outside if end.time is not None]
+    errors = [fact.line.time for fact in found.facts
+              if fact.kind in ("peer", "watchdog") and fact.line.time is not None]  # fmt: skip
+    early = not errors or not times or min(times) <= min(errors) + 2.0
+    nodes = {scene.node_of(end.rank) or end.node for end in outside}
+    return [
+        found.made(
+            "SIGTERM_EXTERNAL", OUTLIER if early else SIGNAL, facts,
+            ranks=frozenset(end.rank for end in outside),
+            node=nodes.pop() if len(nodes) == 1 else None,
+            why="it was ended by a SIGTERM that nobody of ours sent",
+        )
+    ]  # fmt: skip
+
+
+def _known(facts: list[Fact]) -> frozenset[int]:
+    return frozenset(fact.rank for fact in facts if fact.rank is not None)

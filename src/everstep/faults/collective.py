@@ -1,0 +1,147 @@
+"""Stuck collectives: which rank did not join.
+
+Owns: the watchdog's lines, sequence numbers, the flight recorder's words, barriers. Never does:
+I/O, weigh against other evidence. Called by: :mod:`everstep.faults.candidates`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from everstep.faults.lines import Line
+from everstep.faults.scene import numbers_in
+
+_RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\] ")
+_WORK = re.compile(
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+), NumelOut=(?P<out>\d+))?"
+)
+_STATUS = re.compile(
+    r"(?i)last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"
+)
+_GROUP = re.compile(r"PG (?:ID|GUID) (?P<id>\w+)(?: PG GUID (?P<guid>\w+))?")
+_MISSING = re.compile(r"(?i)\bmissing ranks?:?\s*[{\[(]?(?P<ranks>\d[\d, ]*)[}\])]?|ranks? (?P<r2>[\d, ]+) (?:did not join|never joined|(?:is|are) missing)")
+_BARRIER = re.compile(
+    r"(?i)\bRanks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier|Caused by:? .*rank (?P<r2>\d+)"
+)
+_GIL = re.compile(r"(?i)could not acquire GIL")
+_FIRST = re.compile(r"(?i)First PG on this rank (?:to signal dumping|that detected)")
+_OBSERVED = re.compile(r"(?i)Observed flight recorder dump signal|Received a dump signal")
+_FROM = re.compile(r"(?i)due to a collective timeout from\s+rank (?P<rank>\d+)")
+_CULPRIT = re.compile(
+    r"(?i)(?:culprit|laggard|suspect(?:ed)?|straggl\w+|not (?:yet )?joined|waiting for)[^\n]{0,20}\branks?:? ?[{\[(]?(?P<ranks>\d[\d, ]*)"
+)
+
+
+@dataclass
+class Stuck:
+    """What is known of stuck collectives. ``waiting``: ranks that timed out or have work pending;
+    ``idle``: ranks with nothing pending; ``missing``: ranks that a recorder or a barrier names."""
+
+    waiting: set[int] = field(default_factory=set)
+    idle: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
+    barrier: set[int] = field(default_factory=set)
+    gil: set[int] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)
+    ops: dict[tuple[str, int], dict[int, tuple[str, str]]] = field(default_factory=dict)
+    queued: dict[int, int] = field(default_factory=dict)
+    observed: set[int] = field(default_factory=set)
+    first: set[int] = field(default_factory=set)
+
+    def culprits(self, world: int) -> tuple[set[int], str]:
+        """The ranks that did not join, with the reason; empty where nothing names them."""
+        if self.missing:
+            return set(self.missing), "the flight recorder misses it in the collective"
+        if idle := self._minority(self.idle - self.waiting, world):
+            return idle, "it has no work pending while the others wait"
+        if behind := self._minority(self._behind(), world):
+            return behind, "it has issued fewer collectives than the others"
+        if gil := self._minority(self.gil, world):
+            return gil, "it alone cannot take the interpreter's lock"
+        if silent := self._minority(self.observed - self.first - self.waiting, world):
+            return silent, "it only observed the dump signal and waits for nothing"
+        return set(), ""
+
+    def _minority(self, ranks: set[int], world: int) -> set[int]:
+        """A group is suspect only where more ranks than it are known to wait."""
+        others = (self.waiting | self.heard) - ranks
+        return ranks if ranks and len(ranks) < max(len(others), 1) and others and world != 1 else set()
+
+    def _behind(self) -> set[int]:
+        if len(self.queued) < 2:
+            return set()
+        most = Counter(self.queued.values()).most_common()
+        top = max(self.queued.values())
+        if len(most) < 2 or most[0][0] != top and most[0][1] > 1:
+            return set()
+        low = {rank for rank, queued in self.queued.items() if queued < top}
+        return low if len(low) < len(self.queued) - len(low) else set()
+
+    def mismatch(self) -> tuple[set[int], bool]:
+        """Ranks that called another operation under the same number, and whether any did."""
+        for calls in self.ops.values():
+            kinds = Counter(calls.values())
+            if len(kinds) > 1:
+                (common, count), *others = kinds.most_common()
+                if count > others[0][1]:
+                    return {rank for rank, call in calls.items() if call != common}, True
+                return set(), True
+        return set(), False
+
+
+def stuck_in(lines: Iterable[Line]) -> Stuck:
+    """Read all lines about collectives."""
+    stuck = Stuck()
+    ops: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
+    for line in lines:
+        if line.source not in ("log", "agent"):
+            continue
+        text = line.text
+        _named(text, stuck)
+        rank = _rank(line)
+        if rank is None:
+            continue
+        if work := _WORK.search(text):
+            stuck.waiting.add(rank)
+            stuck.heard.add(rank)
+            group = _GROUP.search(text)
+            ops[group["guid"] or group["id"] if group else "", int(work["seq"])][rank] = (
+                work["op"], work["numel"] or "",
+            )  # fmt: skip
+        if status := _STATUS.search(text):
+            _status(stuck, rank, int(status["queued"]), int(status["done"]))
+        stuck.heard |= {rank} if _OBSERVED.search(text) else set()
+        stuck.observed |= {rank} if _OBSERVED.search(text) else set()
+        stuck.first |= {rank} if _FIRST.search(text) else set()
+        stuck.gil |= {rank} if _GIL.search(text) else set()
+        if "watchdog got stuck" in text:
+            stuck.heard.add(rank)
+    stuck.ops = dict(ops)
+    return stuck
+
+
+def _named(text: str, stuck: Stuck) -> None:
+    if found := _MISSING.search(text):
+        stuck.missing |= numbers_in(found["ranks"] or found["r2"])
+    elif found := _BARRIER.search(text):
+        stuck.barrier |= numbers_in(found["ranks"] or found["r2"] or "")
+    elif found := _CULPRIT.search(text):
+        stuck.missing |= numbers_in(found["ranks"])
+    if found := _FROM.search(text):
+        stuck.waiting.add(int(found["rank"]))
+
+
+def _status(stuck: Stuck, rank: int, queued: int, done: int) -> None:
+    stuck.heard.add(rank)
+    stuck.queued[rank] = max(queued, stuck.queued.get(rank, queued))
+    (stuck.idle if queued == done else stuck.waiting).add(rank)
+
+
+def _rank(line: Line) -> int | None:
+    if line.rank is not None:
+        return line.rank
+    found = _RANK.search(line.text)
+    return int(found[1] or found[2]) if found else None

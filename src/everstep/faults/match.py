@@ -1,0 +1,93 @@
+"""Lines into facts: which signatures of the catalogue a line shows.
+
+Owns: the search, denials, what a line captures. Never does: I/O, weigh facts. Called by:
+:mod:`everstep.faults.candidates`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from everstep.faults.catalog import Catalog, Kind, Pattern, Place
+from everstep.faults.lines import Line
+from everstep.faults.records import Action, Domain, Role, Severity
+
+_DENIAL = re.compile(
+    r"(?i)(?:\b(?:no|without|not an?|never|neither|nor|free of|zero|0)\s+(?:[\w-]+\s+){0,2}|\bno |\bnot )$"
+)
+_PAST = re.compile(
+    r"(?i)^(?:history\b|attempts? \d+\b|(?:a |the )?previous attempt|last (?:week|day)|earlier attempt"
+    r"|\d+ other jobs?\b|other jobs?\b)"
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that a line says. ``groups``: what its pattern captured. ``frame`` and ``message``:
+    of the exception whose line it is, where it is one."""
+
+    fault: str
+    domain: Domain
+    action: Action
+    kind: Kind
+    place: Place
+    severity: Severity
+    role: Role
+    depth: int
+    survivable: bool
+    line: Line
+    groups: dict[str, str] = field(default_factory=dict)
+    frame: str = ""
+    message: str = ""
+
+    @property
+    def rank(self) -> int | None:
+        named = self.groups.get("rank")
+        return int(named) if named is not None else self.line.rank
+
+    @property
+    def node(self) -> str | None:
+        return self.groups.get("node") or self.line.node
+
+
+def is_past(line: Line) -> bool:
+    """Whether a line tells of earlier attempts or of other jobs: no fact of this incident."""
+    return line.source == "agent" and _PAST.match(line.text) is not None
+
+
+def facts_of(lines: Iterable[Line], catalog: Catalog) -> list[Fact]:
+    """Every fact of the lines; of one class the first pattern that matches a line counts."""
+    found: list[Fact] = []
+    for line in lines:
+        if not line.text or is_past(line):
+            continue
+        numbers = sorted(catalog.prefilter.Match(line.text) or ())
+        seen: set[str] = set()
+        for number in numbers:
+            pattern = catalog.patterns[number]
+            if pattern.fault not in seen and (fact := _fact(pattern, line)):
+                seen.add(pattern.fault)
+                found.append(fact)
+    return found
+
+
+def _fact(pattern: Pattern, line: Line) -> Fact | None:
+    if pattern.sources and line.source not in pattern.sources:
+        return None
+    if pattern.unless is not None and pattern.unless.search(line.text):
+        return None
+    match = pattern.regex.search(line.text)
+    if match is None or _DENIAL.search(line.text[max(0, match.start() - 40) : match.start()]):
+        return None
+    groups = {name: value for name, value in match.groupdict().items() if value is not None}
+    return made(pattern, line, groups)
+
+
+def made(pattern: Pattern, line: Line, groups: dict[str, str]) -> Fact:
+    """A fact as the pattern describes it."""
+    return Fact(
+        pattern.fault, pattern.domain, pattern.action, pattern.kind, pattern.place,
+        pattern.severity, pattern.role, pattern.depth, pattern.survivable, line, groups,
+    )  # fmt: skip
