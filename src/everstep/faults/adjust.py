@@ -92,11 +92,26 @@ def _spread(candidate: Candidate, found: Found) -> tuple[frozenset[int], str | N
     if candidate.domain in ("host", "gpu_hardware") and node is not None:
         return ranks, node
     world = max(scene.world, 1)
+    if candidate.domain == "user_code" and ranks and len(ranks | _alike(candidate, found)) == world > 1:
+        return frozenset(), None
     if len(ranks) > 1 and len(ranks) * 2 > world or (world == 1 and len(ranks) == 1 and not scene.nodes):
         return frozenset() if len(ranks) > 1 else ranks, None
     if candidate.domain in _OUTSIDE and len({scene.node_of(rank) for rank in ranks}) > 1:
         return frozenset(), None
     return ranks, node
+
+
+def _alike(candidate: Candidate, found: Found) -> frozenset[int]:
+    """Ranks without a word of their own that ended with the same code at the same time."""
+    ends = found.scene.ends
+    codes = {ends[rank].code for rank in candidate.ranks if rank in ends}
+    times = [ends[rank].time or 0.0 for rank in candidate.ranks if rank in ends]
+    heard = {line.rank for line in found.scene.lines if line.source == "log"}
+    return frozenset(
+        end.rank for end in ends.values()
+        if end.code > 0 and {end.code} == codes and end.rank not in heard
+        and abs((end.time or 0.0) - min(times)) <= 2.0
+    )  # fmt: skip
 
 
 def _whole_node(candidate: Candidate, found: Found) -> str | None:

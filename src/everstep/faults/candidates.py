@@ -25,6 +25,8 @@ _LEVEL = {"node": NODE, "program": PROGRAM, "peer": PEER, "watchdog": WATCHDOG, 
 BEFORE_S, AFTER_S = 600.0, 300.0
 """How far from the failure a fact of a node still belongs to it."""
 
+_WIDE = frozenset(("job", "service", "switch", "node"))
+"""Places that are no single rank's."""
 _NOISE = re.compile(
     r"(?:Warning|ChildFailedError|SignalException|SystemExit|KeyboardInterrupt|GeneratorExit"
     r"|ProcessExitedException|ProcessRaisedException|StopIteration|CalledProcessError|TERMINATE)$"
@@ -247,7 +249,11 @@ def _node_candidate(fault: str, node: str | None, facts: list[Fact], found: Foun
     chosen = worst or next((fact for fact in facts if fact.severity == "degraded"), facts[0])
     level = {"fatal": NODE, "degraded": DEGRADED, "notice": NOTICE}[chosen.severity]
     counted = [fact for fact in facts if fact.severity == chosen.severity]
-    ranks = frozenset().union(*(_ranks_of(fact, node, found) for fact in counted))
+    named = {rank for fact in counted if fact.place not in _WIDE
+             and (rank := _named_rank(fact, node, found)) is not None}  # fmt: skip
+    ranks = frozenset(named) or frozenset().union(*(_ranks_of(f, node, found) for f in counted))
+    if chosen.place == "pod" and chosen.domain == "scheduler":
+        node = None  # a pod's image or place in the queue is no fault of a node
     return found.made(
         fault, level, counted, node=node, ranks=ranks, action=chosen.action, domain=chosen.domain,
         place=chosen.place, depth=chosen.depth, survivable=chosen.survivable,

@@ -31,6 +31,7 @@ from everstep.faults.scene import Scene, scene_of
 from everstep.faults.waiting import (
     beat_candidates,
     collective_candidates,
+    noted_candidates,
     peer_candidates,
     series_candidates,
     stack_candidates,
@@ -56,7 +57,7 @@ def all_candidates(found: Found) -> list[Candidate]:
     made = [
         *node_candidates(found), *program_candidates(found), *stack_candidates(found),
         *external_ends(found), *collective_candidates(found), *peer_candidates(found),
-        *beat_candidates(found), *series_candidates(found),
+        *beat_candidates(found), *series_candidates(found), *noted_candidates(found),
     ]  # fmt: skip
     return [adjust.settled(candidate, found) for candidate in made]
 

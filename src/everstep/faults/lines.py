@@ -35,7 +35,7 @@ _PREFIX = re.compile(
     rf"|(?P<stamp>(?:{_STAMP}) *(?:[-|] )?)"
     r"|(?P<uptime>\[ *\d+\.\d{6}\] )"
 )
-_LABEL = re.compile(r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): ?")
+_LABEL = re.compile(r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): ")
 _STARTS = re.compile(r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d")
 _KERNEL = re.compile(
     r"^(?:kernel: |NVRM: |nvidia-nvswitch|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport |oom-kill:"

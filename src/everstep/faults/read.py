@@ -109,7 +109,7 @@ def _incident(case: _Case) -> Incident:
         for item in case.evidence
     )
     addresses = case.addresses if case.addresses is not None else _addresses(case, nodes)
-    return Incident(case.id, signals, nodes, case.pods or {}, addresses)
+    return Incident(case.id, signals, nodes, addresses=addresses, pods=case.pods or {})
 
 
 def _addresses(case: _Case, nodes: dict[str, tuple[int, ...]]) -> dict[str, str]:

@@ -79,6 +79,18 @@ def collective_candidates(found: Found) -> list[Candidate]:
     return made
 
 
+def noted_candidates(found: Found) -> list[Candidate]:
+    """What a watchdog or a monitor says in words: a slow path, a straggler, an abort that hangs."""
+    made = []
+    for fault in ("ROCE_ECMP_SLOW", "STRAGGLER", "LOSS_SPIKE", "ABORT_HANG"):
+        facts = found.of(fault)
+        if facts:
+            level = {"fatal": OUTLIER, "degraded": WATCHDOG - 1, "notice": NOTICE}[facts[0].severity]
+            ranks = frozenset(fact.rank for fact in facts if fact.rank is not None)
+            made.append(found.made(fault, level, facts, ranks=ranks))
+    return made
+
+
 def _barrier(found: Found, named: set[int]) -> list[Candidate]:
     facts = found.of("GLOO_TIMEOUT")
     if not facts:
