@@ -59,7 +59,8 @@ def all_candidates(found: Found) -> list[Candidate]:
         *external_ends(found), *collective_candidates(found), *peer_candidates(found),
         *beat_candidates(found), *series_candidates(found), *noted_candidates(found),
     ]  # fmt: skip
-    return [adjust.settled(candidate, found) for candidate in made]
+    settled = [adjust.settled(candidate, found) for candidate in made]
+    return [candidate for candidate in settled if candidate.level > 0]
 
 
 def choose(candidates: list[Candidate], found: Found) -> tuple[Candidate | None, str]:
