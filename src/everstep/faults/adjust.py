@@ -307,6 +307,15 @@ def _slow_path(candidate: Candidate, found: Found) -> Candidate:
     return replace(candidate, ranks=frozenset(), node=None)
 
 
+def _port(candidate: Candidate, found: Found) -> Candidate:
+    """The ranks of the node that met the port's errors; all of it where none tells."""
+    on_node = set(found.scene.ranks_of(candidate.node))
+    met = frozenset(fact.rank for fact in found.of("IB_LINK_DOWN", "IB_CQE_ERR")
+                    if fact.line.rank is not None and fact.rank in on_node)  # fmt: skip
+    ranks = frozenset(rank for rank in met if rank is not None)
+    return replace(candidate, ranks=ranks or candidate.ranks)
+
+
 _SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "CUDA_OOM": _cuda_oom,
     "ILLEGAL_ADDR_SW": _illegal,
@@ -322,5 +331,6 @@ _SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "PCIE_AER": _pcie,
     "GPU_LOST": _lost,
     "IB_CQE_ERR": _pairs,
+    "IB_LINK_DOWN": _port,
     "ROCE_ECMP_SLOW": _slow_path,
 }

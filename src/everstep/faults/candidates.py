@@ -123,8 +123,12 @@ def node_candidates(found: Found) -> list[Candidate]:
 def program_candidates(found: Found) -> list[Candidate]:
     """Ends of processes that are no trouble of communication: one candidate for each class."""
     best: dict[int | None, Fact] = {}
+    lived: list[Fact] = []
     for fact in found.facts:
-        if fact.kind != "program" or fact.severity == "notice" or _survived(fact, found.scene):
+        if fact.kind != "program" or fact.severity == "notice":
+            continue
+        if _survived(fact, found.scene):
+            lived.append(fact)
             continue
         old = best.get(fact.rank)
         if old is None or _key(fact) < _key(old):
@@ -138,7 +142,16 @@ def program_candidates(found: Found) -> list[Candidate]:
     groups: dict[str, list[Fact]] = defaultdict(list)
     for fact in best.values():
         groups[fact.fault].append(fact)
-    return [_program_candidate(fault, facts, found) for fault, facts in groups.items()]
+    made = [_program_candidate(fault, facts, found) for fault, facts in groups.items()]
+    return made + _lived(lived, found)
+
+
+def _lived(facts: list[Fact], found: Found) -> list[Candidate]:
+    """What ranks went on after: a note, for classes that training survives."""
+    return [
+        replace(_program_candidate(fact.fault, [fact], found), level=NOTICE)
+        for fact in facts if fact.survivable
+    ]  # fmt: skip
 
 
 def _weaker(fact: Fact | None, found: Found, crash: str) -> bool:
