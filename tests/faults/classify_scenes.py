@@ -186,7 +186,7 @@ SCENES: tuple[Scene, ...] = (
     Scene("preempted", THREE, (
         ("kubernetes", None, "h-b", 10.0, "conditions: type: DisruptionTarget status: True reason: PreemptionByScheduler message: 'default-scheduler: preempting to accommodate a higher priority pod'"),
         ("exit", 1, "h-b", 11.0, 143), ("log", 0, "h-a", 12.0, gloo("10.7.0.12")),
-    ), "PREEMPTED", "wait_and_retry", (1,)),
+    ), "PREEMPTED", "wait_and_retry", (1,), "h-b"),
     Scene("spot reclaimed", TWO, (
         ("agent", None, "h-b", 10.0, "instance metadata: spot/instance-action terminate at 12:04"),
         ("exit", 4, "h-b", 130.0, -15), ("log", 0, "h-a", 131.0, closed("h-b")),
@@ -206,7 +206,7 @@ SCENES: tuple[Scene, ...] = (
         ("log", 1, "h-a", 50.0, "ERROR async checkpoint write failed: PytorchStreamWriter failed writing file data/3: file write failed"),
         ("heartbeat", 1, "h-a", 90.0, "step=71 phase=forward last_beat_age_s=0.3 process=alive"),
         ("heartbeat", 0, "h-a", 90.0, "step=71 phase=forward last_beat_age_s=0.3 process=alive"),
-    ), "CKPT_SAVE_FAIL", "continue", (1,)),
+    ), "CKPT_SAVE_FAIL", "continue"),
     Scene("the loss jumps and comes back", ONE, (
         ("log", 0, "h-a", 50.0, "step 100 loss 2.01\nstep 110 loss 5.90\nstep 120 loss 2.40\nstep 130 loss 2.02"),
     ), "LOSS_SPIKE", "continue"),
@@ -216,7 +216,7 @@ SCENES: tuple[Scene, ...] = (
     Scene("a clock is wrong and training goes on", TWO, (
         ("agent", None, "h-b", 50.0, "clock skew of h-b against h-a: 71.2 s"),
         ("heartbeat", 4, "h-b", 60.0, "step=71 phase=forward last_beat_age_s=0.3 process=alive"),
-    ), "CLOCK_SKEW", "continue", (), "h-b"),
+    ), "CLOCK_SKEW", "continue"),
     Scene("shm is full in the loader", ONE, (
         ("exit", 1, "h-a", 11.0, -7),
     ), "SIGBUS_SHM", "stop", (1,), "h-a"),

@@ -37,6 +37,12 @@ def test_every_class_of_the_catalogue_has_a_line() -> None:
     assert {fault for _, fault, _ in POSITIVE} | by_structure == set(load().known)
 
 
+def test_a_skipped_step_of_the_scaler_is_no_fault() -> None:
+    text = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    verdict = judge(alone("L", text, dies=False), load())
+    assert (verdict.fault, verdict.action, verdict.root_ranks) == ("NAN_INF", "continue", ())
+
+
 @pytest.mark.parametrize(("kind", "text"), NEGATIVE, ids=lambda value: str(value)[:40])
 def test_line_that_looks_alike_gives_none(kind: str, text: str) -> None:
     assert judge(alone(kind, text, dies=False), load()).fault == UNKNOWN

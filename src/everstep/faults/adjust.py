@@ -10,10 +10,21 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from everstep.faults.candidates import NODE, NOTICE, PROGRAM, Candidate, Found
-from everstep.faults.records import Action
+from everstep.faults.candidates import NODE, NOTICE, PROGRAM, WATCHDOG, Candidate, Found
+from everstep.faults.earlier import LOOP
+from everstep.faults.records import Action, Domain
 from everstep.faults.scene import Scene, bus_id
+from everstep.faults.series import silent_in
 
+LATE_S = 3600.0
+"""Seconds of an attempt after which its credentials were good once."""
+_STORED = re.compile(r"(?i)\b(?:uploaded|checkpoint[^\n]{0,40}(?:saved|written|committed|uploaded))\b")
+_HUNG = re.compile(r"task \S+?:(?P<pid>\d+) blocked for more than")
+_SERVED = re.compile(r"(?i)\bnfs\b|rpc_wait|lustre|ceph|fuse|sunrpc")
+_TIMES = re.compile(r"([\d.]+) times")
+_BRAKED = re.compile(
+    r"(?i)(?:slow ?down|power brake|power cap)[^\n]{0,20}\bactive|SM \d+ MHz \(others|throttl"
+)
 _OUTSIDE = frozenset(("storage", "network", "user_data"))
 _NAMED_NODE = frozenset(("gpu_hardware", "host", "network"))
 _HOLDER = re.compile(r"Process (?P<pid>\d+) has (?P<size>[\d.]+) (?P<unit>[KMGT])iB memory in use")
@@ -21,6 +32,9 @@ _SHARE = {"K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 _PATHS = re.compile(r"[\w./-]*[\w-]+\.[A-Za-z]\w+|/[\w./-]{4,}")
 _STEP = re.compile(r"(?i)\b(?:global_?)?(?:step|iter(?:ation)?)[ =:#]+(?P<step>\d+)")
 _PAIR = re.compile(r"(?P<a>[\w.-]+)\s?(?:/|<->|->|-)\s?(?P<b>[\w.-]+)")
+_PROBE = re.compile(
+    r"(?P<what>[^:]{2,60}): (?P<answer>.+)$|(?P<path>/\S+) (?P<state>is (?:not )?(?:a mount ?point|mounted).*)$"
+)
 _FOREIGN = re.compile(r"(?i)other (?:user|job|tenant|container)|not (?:one )?of (?:this|our) job|foreign|unknown process|of job \S+")
 
 
@@ -34,14 +48,27 @@ def settled(candidate: Candidate, found: Found) -> Candidate:
     return _placed(candidate, found)
 
 
+def looping(chosen: Candidate | None, found: Found) -> Candidate | None:
+    """Attempts that follow each other without a committed step stop, whatever each of them died of;
+    what the last one died of still tells where."""
+    told = found.of("NO_PROGRESS_LOOP")
+    if not (found.past.loops or told) or chosen is None or chosen.fault == "NO_PROGRESS_LOOP":
+        return chosen
+    facts = [*told, *(found.fact("NO_PROGRESS_LOOP", line) for line in found.scene.past)]
+    domain: Domain = "storage" if chosen.domain == "storage" else "framework"
+    return found.made(
+        "NO_PROGRESS_LOOP", NODE, facts, domain=domain, ranks=chosen.ranks, place="rank",
+        why=f"{len(found.past.attempts)} attempts without a committed step, each ended by "
+        f"{chosen.fault}" if found.past.attempts else "attempts without a committed step",
+    )  # fmt: skip
+
+
 def harmless(candidate: Candidate, found: Found) -> Candidate:
     """Of something that training survived nobody is to blame and nothing is done."""
     del found
     if candidate.fault == "STRAGGLER":
         return candidate
-    keep = candidate.ranks if candidate.fault in ("CKPT_SAVE_FAIL",) else frozenset()
-    node = candidate.node if candidate.fault == "CLOCK_SKEW" else None
-    return replace(candidate, action="continue", ranks=keep, node=node)
+    return replace(candidate, action="continue", ranks=frozenset(), node=None)
 
 
 def spread_over(group: list[Candidate], found: Found) -> Candidate | None:
@@ -81,7 +108,7 @@ def _placed(candidate: Candidate, found: Found) -> Candidate:
         ranks = frozenset()
     elif candidate.level == PROGRAM:
         ranks, node = _spread(candidate, found)
-    if candidate.domain in _NAMED_NODE and node is None and ranks:
+    if candidate.domain in _NAMED_NODE and candidate.place != "path" and node is None and ranks:
         nodes = {scene.node_of(rank) for rank in ranks}
         node = nodes.pop() if len(nodes) == 1 else None
     return replace(candidate, ranks=ranks, node=node)
@@ -126,25 +153,53 @@ def _whole_node(candidate: Candidate, found: Found) -> str | None:
 
 
 def _recurring(candidate: Candidate, found: Found) -> Candidate:
-    """Rule 9: the same before on other nodes is the program or its data; on this device or node in
-    other jobs it is hardware."""
-    scene = found.scene
-    if not scene.past:
-        return candidate
-    if candidate.domain in ("user_data", "user_code", "framework") and _again(candidate, found):
+    """Rule 9: the same before on other nodes is the program or its data; the same three times is
+    left to a person, whatever it is that a restart in place was tried for."""
+    times = found.past.times(candidate.fault)
+    told = found.scene.past and _again(candidate, found)
+    if candidate.domain in ("user_data", "user_code") and (times or told):
         return replace(candidate, action="stop", why="earlier attempts ended the same way")
+    if times >= LOOP - 1 and candidate.action == "restart_in_place":
+        return replace(candidate, action="stop", why=f"{times} earlier attempts ended the same way")
     return candidate
 
 
 def _again(candidate: Candidate, found: Found) -> bool:
-    marks = {candidate.fault}
-    for fact in candidate.facts:
-        if fact.message:
-            marks.add(fact.message.split(":")[0].rpartition(".")[2])
-        marks |= {path for path in _PATHS.findall(fact.message) if len(path) > 5}
+    """Whether an earlier attempt ended by the same type of exception or at the same path."""
+    marks = {fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts if fact.message}
+    marks |= {path for fact in candidate.facts for path in _PATHS.findall(fact.message)
+              if len(path) > 5}  # fmt: skip
     return any(
         re.search(r"(?i)\b(?:fail|end|crash|died|stopp|same|exit)", line.text)
         for line in found.scene.repeats(*marks)
+    )
+
+
+def differs(candidate: Candidate, found: Found) -> str | None:
+    """The one node of several on which it happened, where another node is known to do well or to be
+    set up otherwise (rule 8)."""
+    scene = found.scene
+    nodes = {scene.node_of(rank) for rank in candidate.ranks} | (
+        {fact.node for fact in candidate.facts if fact.rank is None})  # fmt: skip
+    nodes.discard(None)
+    if len(nodes) != 1 or not scene.is_multi():
+        return None
+    node = nodes.pop()
+    assert node is not None, "None was taken out"
+    alive = {scene.node_of(rank) for rank in scene.alive} - {None, node}
+    return node if alive or _otherwise(node, scene) else None
+
+
+def _otherwise(node: str, scene: Scene) -> bool:
+    """Whether the same probe gave another answer on another node."""
+    answers: dict[str, dict[str, set[str]]] = {}
+    for line in scene.lines:
+        if line.source == "agent" and line.node and (probe := _PROBE.match(line.text)):
+            what, answer = probe["what"] or probe["path"], probe["answer"] or probe["state"]
+            answers.setdefault(what, {}).setdefault(line.node, set()).add(answer)
+    return any(
+        node in said and any(other != node and not (said[other] & said[node]) for other in said)
+        for said in answers.values()
     )
 
 
@@ -203,18 +258,74 @@ def _software_xid(candidate: Candidate, found: Found) -> Candidate:
 
 
 def _one_node(candidate: Candidate, found: Found) -> Candidate:
-    """Refused or missing on all ranks of one node alone: that node is set up differently."""
-    node = _whole_node(candidate, found)
+    """What fails on one node alone while others do well is that node's set-up."""
+    node = differs(candidate, found) or (
+        _whole_node(candidate, found) if candidate.fault in ("PERMISSION", "USER_IMPORT") else None)
     if node is None:
         return candidate
-    return replace(candidate, domain="host", action="restart_elsewhere", node=node,
-                   why="all ranks of this node fail and those of others do not")  # fmt: skip
+    domain: Domain = "host" if candidate.domain == "user_code" else candidate.domain
+    return replace(candidate, domain=domain, action="restart_elsewhere", node=node,
+                   why="it fails on this node and not on others")  # fmt: skip
 
 
-def _node_of_path(candidate: Candidate, found: Found) -> Candidate:
-    """A path that fails on all ranks of one node alone is that node's mount or disk."""
-    node = _whole_node(candidate, found)
-    return replace(candidate, node=node) if node is not None else candidate
+def _token(candidate: Candidate, found: Found) -> Candidate:
+    """A token that ran out in a long run is fresh in a new process; one that was never good is not."""
+    late = any("expired" in fact.line.text.lower() for fact in candidate.facts) and any(
+        (fact.line.time or 0.0) >= LATE_S for fact in candidate.facts)
+    good = any(_STORED.search(line.text) for line in found.scene.lines if line.source == "log")
+    expired = any(re.search(r"(?i)expired", fact.line.text) for fact in candidate.facts)
+    if expired and (late or good):
+        return replace(candidate, action="restart_in_place", why="the token was good before")
+    return candidate
+
+
+def _stalled(candidate: Candidate, found: Found) -> Candidate:
+    """The kernel names the process that waits; a server that answers again stalls nobody."""
+    scene = found.scene
+    kernel = [fact for fact in candidate.facts if fact.line.source == "kernel"]
+    again = {line.node for line in scene.lines if re.search(r"nfs: server \S+ OK\b", line.text)}
+    if kernel and all(fact.node in again for fact in kernel) and len(kernel) == len(candidate.facts):
+        return replace(candidate, level=NOTICE, survivable=True)
+    if not kernel:
+        return candidate
+    hung = frozenset(
+        rank for line in scene.lines if line.source == "kernel" and line.node == candidate.node
+        for found_pid in _HUNG.finditer(line.text)
+        if (rank := scene.of_pid(line.node, int(found_pid["pid"]))) is not None
+    )  # fmt: skip
+    on_node = set(scene.ranks_of(candidate.node))
+    ranks = hung or frozenset(silent_in(scene.beats) & on_node) or candidate.ranks
+    return replace(candidate, ranks=ranks if len(ranks) < max(len(on_node), 2) or hung else frozenset())
+
+
+def _hung(candidate: Candidate, found: Found) -> Candidate:
+    """A task that waits for a file server is the server's matter, not the kernel's."""
+    waits = any(_SERVED.search(line.text) for line in found.scene.lines
+                if line.source == "kernel" and line.node == candidate.node)  # fmt: skip
+    only = all("blocked for more than" in fact.line.text for fact in candidate.facts)
+    return replace(candidate, depth=1) if waits and only else candidate
+
+
+def _odd_call(candidate: Candidate, found: Found) -> Candidate:
+    """The rank that calls something else than most, where the fingerprints tell."""
+    odd, _ = found.stuck.mismatch()
+    return replace(candidate, ranks=frozenset(odd)) if odd else candidate
+
+
+def _sustained(candidate: Candidate, found: Found) -> Candidate:
+    """Slow for long, with a reason in its device: moving away gains more than a restart costs."""
+    rank = next(iter(candidate.ranks), None)
+    slow = [fact for fact in candidate.facts if (times := _TIMES.search(candidate.why)) is not None
+            and float(times[1]) >= 1.3]  # fmt: skip
+    reason = any(_BRAKED.search(line.text) for line in found.scene.lines
+                 if line.source == "gpu" and rank in (line.rank, _named(line.text)))  # fmt: skip
+    return replace(candidate, action="restart_elsewhere", survivable=False, level=WATCHDOG - 2) if (
+        slow and reason) else candidate
+
+
+def _named(text: str) -> int | None:
+    told = re.search(r"\brank (\d+)", text)
+    return int(told[1]) if told else None
 
 
 def _save(candidate: Candidate, found: Found) -> Candidate:
@@ -323,9 +434,13 @@ _SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "XID_31": _software_xid,
     "PERMISSION": _one_node,
     "USER_IMPORT": _one_node,
-    "STALE_MOUNT": _node_of_path,
-    "DISK_FULL": _node_of_path,
-    "FS_READONLY_IO": _node_of_path,
+    "PROC_LIMITS": _one_node,
+    "STALE_MOUNT": _one_node,
+    "OBJ_DENIED": _token,
+    "STORAGE_STALL": _stalled,
+    "KERNEL_HANG": _hung,
+    "COLLECTIVE_MISMATCH": _odd_call,
+    "STRAGGLER": _sustained,
     "CKPT_SAVE_FAIL": _save,
     "NATIVE_CRASH": _crash,
     "PCIE_AER": _pcie,

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from everstep.faults.catalog import Catalog, Place
+from everstep.faults.collective import Stuck, stuck_in
+from everstep.faults.earlier import Earlier, earlier
 from everstep.faults.exits import ABORT, BUS, CRASHES, KILL, TERM, End
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact, facts_of
@@ -79,6 +81,8 @@ class Found:
     facts: list[Fact] = field(default_factory=list)
     raised: list[Raised] = field(default_factory=list)
     span: tuple[float, float] | None = None
+    past: Earlier = field(default_factory=lambda: Earlier(frozenset(), {}, False))
+    stuck: Stuck = field(default_factory=Stuck)
 
     def of(self, *faults: str) -> list[Fact]:
         return [fact for fact in self.facts if fact.fault in faults]
@@ -108,6 +112,8 @@ def find(scene: Scene, catalog: Catalog) -> Found:
     found = Found(scene, catalog, facts_of(scene.lines, catalog), raised_in(scene.lines))
     found.facts = [fact for fact in _with_exceptions(found) if not _is_setup(fact, scene)]
     found.span = _span(found)
+    found.past = earlier(scene.past + scene.commits, catalog)
+    found.stuck = stuck_in(scene.lines)
     return found
 
 
@@ -265,8 +271,8 @@ def _node_candidate(fault: str, node: str | None, facts: list[Fact], found: Foun
     named = {rank for fact in counted if fact.place not in _WIDE
              and (rank := _named_rank(fact, node, found)) is not None}  # fmt: skip
     ranks = frozenset(named) or frozenset().union(*(_ranks_of(f, node, found) for f in counted))
-    if chosen.place == "pod" and chosen.domain == "scheduler":
-        node = None  # a pod's image or place in the queue is no fault of a node
+    if fault == "IMAGE_PULL" or chosen.place == "job":
+        node = None  # the image is the registry's, not the node's
     return found.made(
         fault, level, counted, node=node, ranks=ranks, action=chosen.action, domain=chosen.domain,
         place=chosen.place, depth=chosen.depth, survivable=chosen.survivable,
@@ -342,10 +348,22 @@ def _crash(end: End) -> str | None:
 def _program_candidate(fault: str, facts: list[Fact], found: Found) -> Candidate:
     facts = sorted(facts, key=lambda fact: (fact.line.time or 0.0, fact.line.order, fact.line.text))
     chosen = max(facts, key=lambda fact: fact.depth)
-    ranks = frozenset(fact.rank for fact in facts if fact.rank is not None)
+    named = [fact.ranks for fact in facts if "ranks" in fact.groups]
+    ranks = frozenset().union(*(named or [fact.ranks for fact in facts]))
+    nodes = {fact.node for fact in facts if fact.rank is None} - {None}
+    if not ranks and len(nodes) == 1:
+        ranks = _failing_on(nodes.copy().pop(), found)
     return found.made(
         fault, PROGRAM, facts, ranks=ranks, depth=chosen.depth, action=chosen.action,
         domain=chosen.domain, place=chosen.place, survivable=chosen.survivable,
+    )  # fmt: skip
+
+
+def _failing_on(node: str | None, found: Found) -> frozenset[int]:
+    """Ranks of a node that ended by themselves, where only their node was told."""
+    return frozenset(
+        rank for fact in found.facts if fact.kind == "program"
+        for rank in fact.ranks if rank in found.scene.ranks_of(node)
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ Owns: the form of the files, its checks, the compiled patterns. Never does: look
 :mod:`everstep.faults.match`, :mod:`everstep.faults.judge`, the commands.
 
 A pattern is a regular expression of RE2: it has no backreference and no look-around, and no text
-can make it slow. Its groups named ``rank``, ``node``, ``address``, ``pci``, ``pid``, ``path`` and
-``step`` say where it happened.
+can make it slow. Its groups named ``rank``, ``ranks``, ``node``, ``address``, ``pci``, ``pid``, ``path``
+and ``step`` say where it happened; ``ranks`` goes before the rank that said it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind = Literal["node", "program", "peer", "watchdog", "signal"]
 """How deep evidence lies (rule 1); the first goes before the last."""
 Place = Literal["rank", "gpu", "node", "switch", "pod", "job", "service", "path", "process", "peer"]
 """What a fact of the class stands on: it says which ranks and which node are its root."""
-GROUPS = frozenset(("rank", "node", "address", "pci", "pid", "path", "step"))
+GROUPS = frozenset(("rank", "node", "address", "pci", "pid", "path", "step", "ranks"))
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,6 +18,10 @@ _RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\] ")
 _WORK = re.compile(
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+), NumelOut=(?P<out>\d+))?"
 )
+_FINGERPRINT = re.compile(
+    r"(?i)Rank (?P<rank>\d+) is running (?:collective: )?(?:CollectiveFingerPrint\()?(?:SequenceNumber=(?P<seq>\d+), ?)?"
+    r"OpType=(?P<op>\w+)(?:, ?TensorShape=\[(?P<shape>[\d, ]*)\])?"
+)
 _STATUS = re.compile(
     r"(?i)last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"
 )
@@ -101,6 +105,8 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
             continue
         text = line.text
         _named(text, stuck)
+        for call in _FINGERPRINT.finditer(text) if "is running" in text else ():
+            ops["debug", int(call["seq"] or 0)][int(call["rank"])] = (call["op"], call["shape"] or "")
         rank = _rank(line)
         if rank is None:
             continue

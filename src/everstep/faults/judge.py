@@ -49,6 +49,7 @@ def judge(incident: Incident, catalog: Catalog) -> Verdict:
     found = find(scene_of(_settled(incident)), catalog)
     candidates = all_candidates(found)
     chosen, reason = choose(candidates, found)
+    chosen = adjust.looping(chosen, found)
     return _verdict(chosen, candidates, found, reason)
 
 

@@ -19,6 +19,9 @@ LONGEST = 8192
 NARROWEST = 60
 """Columns below which no terminal wraps."""
 
+WIDTHS = frozenset((80, 100, 120, 132, 140, 150, 160, 180, 200, 220, 240, 256))
+"""Columns that terminals have; of another width one full line alone tells nothing."""
+
 _ANSI = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _BREAK = re.compile(r"\r\n|\n|\r|\x85|\u2028|\u2029")
@@ -80,8 +83,8 @@ def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) 
 
 def _bounded(line: str) -> str:
     if len(line) <= LONGEST:
-        return line.rstrip()
-    return f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :].rstrip()}"
+        return line
+    return f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
 
 def _labels(raw: list[str]) -> bool:
@@ -95,7 +98,8 @@ def _labels(raw: list[str]) -> bool:
 def _joined(raw: list[str]) -> list[str]:
     """Lines that a terminal broke at its width are one again."""
     width = max(map(len, raw), default=0)
-    if width < NARROWEST or sum(len(line) == width for line in raw) < 2:
+    full = sum(len(line) == width for line in raw)
+    if width < NARROWEST or full < 2 and width not in WIDTHS:
         return raw
     whole: list[str] = []
     open_line = False
@@ -128,7 +132,7 @@ def _stripped(line: Line, labels: bool, nodes: Mapping[str, tuple[int, ...]]) ->
         elif found["syslog"] and node is None:
             node = found["host"]
         text = text[found.end() :]
-    return replace(line, text=text, rank=rank, node=node, source=_source(source, text))
+    return replace(line, text=text.rstrip(), rank=rank, node=node, source=_source(source, text))
 
 
 def _is_local(label: str) -> bool:

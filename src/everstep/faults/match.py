@@ -15,7 +15,8 @@ from everstep.faults.lines import Line
 from everstep.faults.records import Action, Domain, Role, Severity
 
 _DENIAL = re.compile(
-    r"(?i)(?:\b(?:no|without|not an?|never|neither|nor|free of|zero|0)\s+(?:[\w-]+\s+){0,2}|\bno |\bnot )$"
+    r"(?i)(?:\b(?:no|without|not an?|never|neither|nor|free of|zero)\s+(?:[\w-]+\s+){0,2}|\bnot "
+    r"|(?:^|[,;:(] ?|\b(?:has|had|with|found|are|shows?) )0 (?:[\w-]+ ){0,1})$"
 )
 _PAST = re.compile(
     r"(?i)^(?:history\b|attempts? \d+\b|(?:a |the )?previous attempt|last (?:week|day)|earlier attempt"
@@ -46,6 +47,14 @@ class Fact:
     def rank(self) -> int | None:
         named = self.groups.get("rank")
         return int(named) if named is not None else self.line.rank
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that the line names as those on which it happened, else the one that says it."""
+        named = self.groups.get("ranks")
+        if named is not None:
+            return frozenset(int(number) for number in re.findall(r"\d+", named))
+        return frozenset() if self.rank is None else frozenset((self.rank,))
 
     @property
     def node(self) -> str | None:

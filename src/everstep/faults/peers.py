@@ -24,8 +24,9 @@ class Vote:
     voters: frozenset[int]
 
 
-def vote(facts: list[Fact], scene: Scene) -> Vote | None:
-    """Count the addresses that communication errors name. None where none is named."""
+def vote(facts: list[Fact], scene: Scene, waiting: frozenset[str] = frozenset()) -> Vote | None:
+    """Count the addresses that communication errors name. None where none is named. Nodes in
+    ``waiting`` have timed out themselves: they closed since another did not come."""
     named: dict[str, set[int]] = defaultdict(set)
     naming: set[str] = set()
     for fact in facts:
@@ -39,6 +40,7 @@ def vote(facts: list[Fact], scene: Scene) -> Vote | None:
             naming |= {voter} if voter is not None and voter != target else set()
     if not named:
         return None
+    naming |= waiting
     voters = frozenset(rank for ranks in named.values() for rank in ranks)
     silent = {target: ranks for target, ranks in named.items() if target not in naming}
     if not silent:

@@ -25,9 +25,11 @@ _DEVICE = re.compile(
     r"|(?P<pci2>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.0)? \((?:local )?index (?P<local>\d+)(?:, rank (?P<rank2>\d+))?"
 )
 _RUNS = re.compile(
-    r"(?i)\brank (?P<rank>\d+) (?:runs|is|running) (?:at|on) (?P<address>[\w.:-]+)(?: \((?P<node>[\w.-]+))?"
+    r"(?i)\brank (?P<rank>\d+) (?:(?:runs|is|running|listens) (?:at|on) (?P<address>[\w.:-]+)(?: \((?P<node>[\w.-]+))?|(?:is |= ?|: ?)?(?P<a2>\d+\.\d+\.\d+\.\d+))"
 )
+_IS_PID = re.compile(r"(?i)\brank (?P<rank>\d+)(?: is|:|=)?,? \(?pid[ =:]+(?P<pid>\d+)")
 _USES = re.compile(r"Bootstrap : Using [\w.-]+:(?P<address>[\d.]+)<|NET/(?:Socket|IB) : Using [^\n]*?:(?P<a2>\d+\.\d+\.\d+\.\d+)<")
+_COMMITS = re.compile(r"(?i)\b(?:last committed|no (?:new(?:er)? )?(?:committed )?checkpoint)\b")
 _SENT = re.compile(r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to (?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+|every[\w ]+)")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
@@ -67,6 +69,7 @@ class Scene:
     ours: set[int] = field(default_factory=set)
     beats: list[Beat] = field(default_factory=list)
     past: list[Line] = field(default_factory=list)
+    commits: list[Line] = field(default_factory=list)
     finished: float | None = None
     over: bool = False
     world: int = 0
@@ -117,8 +120,8 @@ class Scene:
 
     @property
     def dead(self) -> bool:
-        """Whether any rank ended otherwise than with code 0."""
-        return any(end.code != 0 for end in self.ends.values())
+        """Whether any rank ended otherwise than with code 0 and than by us."""
+        return any(end.code != 0 and end.rank not in self.ours for end in self.ends.values())
 
     def repeats(self, *words: str) -> list[Line]:
         """Lines of the past that name any of the words."""
@@ -138,6 +141,8 @@ def scene_of(incident: Incident) -> Scene:
     scene.ends = {end.rank: end for end in _firsts(ends_of(incident, lines))}
     _fill(scene)
     scene.past = [line for line in lines if is_past(line)]
+    scene.commits = [line for line in lines if line.source == "agent" and not is_past(line)
+                     and _COMMITS.search(line.text)]  # fmt: skip
     _own_signals(scene)
     _life(scene)
     return scene
@@ -174,8 +179,11 @@ def _places(scene: Scene) -> None:
                 scene.devices[line.node, pci] = scene.ranks_of(line.node)[int(found["local"])]
         for found in _RUNS.finditer(text) if "rank" in text else ():
             node = found["node"] or scene.node_of(int(found["rank"]))
-            if node and found["address"] not in scene.nodes:
-                scene.addresses.setdefault(found["address"], node)
+            address = found["address"] or found["a2"]
+            if node and address not in scene.nodes:
+                scene.addresses.setdefault(address, node)
+        for found in _IS_PID.finditer(text) if "pid" in text else ():
+            scene.pids[line.node or scene.node_of(int(found["rank"])), int(found["pid"])] = int(found["rank"])
         if line.node and "Using" in text and (found := _USES.search(text)):
             scene.addresses.setdefault(found["address"] or found["a2"], line.node)
 
@@ -192,8 +200,12 @@ def _fill(scene: Scene) -> None:
                 seen[line.node].add(line.rank)
         scene.nodes = {node: tuple(sorted(ranks)) for node, ranks in seen.items()}
     known = {rank for ranks in scene.nodes.values() for rank in ranks}
-    heard = {line.rank for line in scene.lines if line.rank is not None} | set(scene.ends)
-    scene.world = max(len(known), len(heard), max(heard, default=-1) + 1)
+    told = {signal.rank for signal in scene.incident.signals if signal.rank is not None}
+    heard = told | set(scene.ends)
+    if not scene.incident.nodes:
+        heard |= {line.rank for line in scene.lines if line.rank is not None}
+        heard |= set(range(max(heard, default=-1) + 1))
+    scene.world = len(known | heard)
     for end in scene.ends.values():
         if end.pid is not None and end.pid > 1:
             scene.pids[end.node or scene.node_of(end.rank), end.pid] = end.rank

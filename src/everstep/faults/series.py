@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
@@ -25,6 +26,7 @@ SILENT_S = 60.0
 _LOSS = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?|it)\b[ =:#]*(?P<step>\d+).*?\b(?:lm[ _]|train[ _])?loss\b[\"']?[ =:]*(?P<loss>[-+\d.eE]+|nan|inf)"
 )
+_SUM = re.compile(r"(?i)\brank (\d+)[ =:]+(?:0x)?([0-9a-f]{6,64})\b")
 _COMPUTE = re.compile(r"\bcompute_s=(?P<compute>[\d.]+)(?:.*?\bwait_s=(?P<wait>[\d.]+))?")
 _TREND = re.compile(r"(?i)\bloss[ =:]+(?P<loss>[\d.]+)[^\n]{0,20}\b(?:trend|average|mean|expected)[ =:]+(?P<level>[\d.]+)")
 _COLLECTIVE = re.compile(r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|comm|wait")
@@ -87,6 +89,18 @@ def straggler_in(lines: list[Line]) -> Slow | None:
     compute, wait, line = times[slow[0]]
     least = min(other for rank, (_, other, _) in times.items() if rank != slow[0])
     return Slow(line, slow[0], compute / level) if wait <= least else None
+
+
+def odd_sum_in(lines: list[Line]) -> tuple[Line, set[int]] | None:
+    """The few ranks whose checksum of replicated values is another than most others'."""
+    for line in lines:
+        if "hecksum" not in line.text and "digest" not in line.text and " hash" not in line.text:
+            continue
+        sums = {int(rank): value for rank, value in _SUM.findall(line.text)}
+        counts = Counter(sums.values()).most_common()
+        if len(sums) >= 3 and len(counts) > 1 and counts[0][1] > len(sums) / 2:
+            return line, {rank for rank, value in sums.items() if value != counts[0][0]}
+    return None
 
 
 def silent_in(beats: list[Beat]) -> set[int]:

@@ -7,8 +7,10 @@ Owns: the order of that evidence. Never does: I/O, choose against other levels. 
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from everstep.faults.candidates import (
+    NODE,
     NOTICE,
     OUTLIER,
     PEER,
@@ -16,10 +18,10 @@ from everstep.faults.candidates import (
     Candidate,
     Found,
 )
-from everstep.faults.collective import stuck_in
 from everstep.faults.exits import ABORT
+from everstep.faults.match import Fact
 from everstep.faults.peers import Vote, vote
-from everstep.faults.series import silent_in, spike_in, straggler_in
+from everstep.faults.series import odd_sum_in, silent_in, spike_in, straggler_in
 from everstep.faults.stacks import Stack, outliers, stacks_in
 
 _NAMES = ("NCCL_REMOTE_ERROR", "GLOO_CONN_CLOSED")
@@ -50,10 +52,11 @@ def _of_stacks(found: Found, fault: str, stacks: list[Stack], why: str) -> Candi
 def collective_candidates(found: Found) -> list[Candidate]:
     """Stuck collectives: a mismatch, a rank that did not join, a watchdog that is stuck itself."""
     scene = found.scene
-    stuck = stuck_in(scene.lines)
+    stuck = found.stuck
     made: list[Candidate] = []
     odd, differs = stuck.mismatch()
-    timeouts = found.of("NCCL_WATCHDOG_TIMEOUT")
+    odd = odd or _odd_stack(found)
+    timeouts = found.of("NCCL_WATCHDOG_TIMEOUT", "COLLECTIVE_MISMATCH")
     if differs:
         made.append(
             found.made("COLLECTIVE_MISMATCH", OUTLIER, timeouts, ranks=frozenset(odd),
@@ -79,9 +82,21 @@ def collective_candidates(found: Found) -> list[Candidate]:
     return made
 
 
+def _odd_stack(found: Found) -> set[int]:
+    """The few whose program stands elsewhere than the others', though all wait in collectives."""
+    stacks = stacks_in(found.scene.lines)
+    shapes = Counter(stack.shape for stack in stacks).most_common()
+    if len(shapes) < 2 or shapes[0][1] <= len(stacks) / 2:
+        return set()
+    return {stack.rank for stack in stacks if stack.shape != shapes[0][0]}
+
+
 def noted_candidates(found: Found) -> list[Candidate]:
-    """What a watchdog or a monitor says in words: a slow path, a straggler, an abort that hangs."""
-    made = []
+    """What a watchdog or a monitor says in words: a slow path, a straggler, an abort that hangs;
+    and notes of the program itself."""
+    notes = [fact for fact in found.facts if fact.severity == "notice" and fact.kind != "node"]
+    made = [found.made(fact.fault, NOTICE, [fact], action=fact.action, depth=fact.depth,
+                       survivable=True) for fact in notes]  # fmt: skip
     for fault in ("ROCE_ECMP_SLOW", "STRAGGLER", "LOSS_SPIKE", "ABORT_HANG"):
         facts = found.of(fault)
         if facts:
@@ -95,7 +110,7 @@ def _barrier(found: Found, named: set[int]) -> list[Candidate]:
     facts = found.of("GLOO_TIMEOUT")
     if not facts:
         return []
-    ranks = named or {
+    ranks = named or silent_in(found.scene.beats) or {
         rank for fact in facts if (address := fact.groups.get("address"))
         for rank in found.scene.ranks_of(found.scene.node_at(address))
     }  # fmt: skip
@@ -131,6 +146,12 @@ def series_candidates(found: Found) -> list[Candidate]:
                        [found.fact("LOSS_SPIKE", spike.line)], action=action,
                        why=f"the loss jumped at step {spike.step}")
         )  # fmt: skip
+    if odd := odd_sum_in(found.scene.lines):
+        line, ranks = odd
+        made.append(
+            found.made("SDC", NODE, [found.fact("SDC", line)], ranks=frozenset(ranks),
+                       why="its replica has another checksum than all others")
+        )  # fmt: skip
     if slow := straggler_in(found.scene.lines):
         made.append(
             found.made("STRAGGLER", NOTICE + 1, [found.fact("STRAGGLER", slow.line)],
@@ -143,9 +164,10 @@ def series_candidates(found: Found) -> list[Candidate]:
 def peer_candidates(found: Found) -> list[Candidate]:
     """Errors of communication, with the peer that most of them name."""
     scene = found.scene
-    groups: dict[str, list[Candidate]] = {}
     facts = [fact for fact in found.facts if fact.kind == "peer"]
-    votes = vote([fact for fact in facts if fact.fault in _NAMES], scene)
+    waiting = {node for fact in found.of("GLOO_TIMEOUT")
+               if (node := fact.node or scene.node_of(fact.rank)) is not None}  # fmt: skip
+    votes = vote([fact for fact in facts if fact.fault in _NAMES], scene, frozenset(waiting))
     made: list[Candidate] = []
     for fault in sorted({fact.fault for fact in facts}):
         own = [fact for fact in facts if fact.fault == fault]
@@ -153,16 +175,21 @@ def peer_candidates(found: Found) -> list[Candidate]:
             made += _named(found, fault, votes)
         elif fault in ("RDZV_TIMEOUT", "DNS_BOOTSTRAP"):
             made.append(
-                found.made(fault, PEER, own, node=_absent(found, fault), depth=max(f.depth for f in own))
+                found.made(fault, PEER, own, node=_absent(found, fault), **_deepest(own))
             )
         else:
             ranks = frozenset(f.rank for f in own if f.rank is not None)
             made.append(
                 found.made(fault, PEER, own, ranks=ranks if fault != "STORE_LOST" else frozenset(),
-                           depth=max(f.depth for f in own))
+                           **_deepest(own))
             )  # fmt: skip
-    del groups
     return made + _early(found, votes)
+
+
+def _deepest(facts: list[Fact]) -> dict[str, object]:
+    """Depth, action and domain of the most specific of the facts."""
+    best = max(facts, key=lambda fact: fact.depth)
+    return {"depth": best.depth, "action": best.action, "domain": best.domain}
 
 
 def _named(found: Found, fault: str, votes: Vote | None) -> list[Candidate]:
@@ -213,6 +240,15 @@ def _early(found: Found, votes: Vote | None) -> list[Candidate]:
     ]  # fmt: skip
 
 
+def _of_pod(name: str, found: Found) -> str | None:
+    """The node of a pod whose name does not resolve, where Kubernetes or an agent speaks of it."""
+    short = name.split(".")[0]
+    nodes = {line.node for line in found.scene.lines
+             if line.source in ("kubernetes", "agent") and line.node and not short[:1].isdigit()
+             and re.search(rf"\b{re.escape(short)}\b", line.text)}  # fmt: skip
+    return nodes.pop() if len(nodes) == 1 else None
+
+
 def _absent(found: Found, fault: str) -> str | None:
     """The node that did not come: named as absent, or the one that refuses connections."""
     scene = found.scene
@@ -221,6 +257,7 @@ def _absent(found: Found, fault: str) -> str | None:
         if fault == "RDZV_TIMEOUT" and (told := _ABSENT.search(line.text)):
             named |= {told["node"]} if told["node"] in scene.nodes else set()
     for fact in found.of(fault):
-        node = scene.node_at(fact.groups.get("address", "")) if fact.groups.get("address") else None
+        address = fact.groups.get("address", "")
+        node = scene.node_at(address) or _of_pod(address, found) if address else None
         named |= {node} if node else set()
     return named.pop() if len(named) == 1 else None
