@@ -139,12 +139,13 @@ def program_candidates(found: Found) -> list[Candidate]:
         old = best.get(fact.rank)
         if old is None or _key(fact) < _key(old):
             best[fact.rank] = fact
-    if None in best and any(best[None].fault == fact.fault for rank, fact in best.items() if rank is not None):
-        del best[None]
     for end in found.scene.ends.values():
         crash = _crash(end)
         if crash and end.rank not in found.scene.ours and _weaker(best.get(end.rank), found, crash):
             best[end.rank] = found.fact(crash, end.line)
+    loose = best.pop(None, None)
+    if loose is not None and all(loose.fault != fact.fault for fact in best.values()):
+        best[None] = loose
     groups: dict[str, list[Fact]] = defaultdict(list)
     for fact in best.values():
         groups[fact.fault].append(fact)
@@ -353,6 +354,8 @@ def _program_candidate(fault: str, facts: list[Fact], found: Found) -> Candidate
     nodes = {fact.node for fact in facts if fact.rank is None} - {None}
     if not ranks and len(nodes) == 1:
         ranks = _failing_on(nodes.copy().pop(), found)
+    if not ranks:
+        ranks = _of_ends(found)
     return found.made(
         fault, PROGRAM, facts, ranks=ranks, depth=chosen.depth, action=chosen.action,
         domain=chosen.domain, place=chosen.place, survivable=chosen.survivable,
@@ -365,6 +368,13 @@ def _failing_on(node: str | None, found: Found) -> frozenset[int]:
         rank for fact in found.facts if fact.kind == "program"
         for rank in fact.ranks if rank in found.scene.ranks_of(node)
     )  # fmt: skip
+
+
+def _of_ends(found: Found) -> frozenset[int]:
+    """Output that names no rank is of the ranks that ended by themselves, as a launcher tells."""
+    scene = found.scene
+    return frozenset(end.rank for end in scene.ends.values()
+                     if end.code > 0 and end.rank not in scene.ours)  # fmt: skip
 
 
 def external_ends(found: Found) -> list[Candidate]:

@@ -22,6 +22,22 @@ _PID = re.compile(r"\bpid:? ?(\d+)")
 _TABLE = re.compile(r"^\s*(?P<key>time|host|rank|exitcode)\s+: (?P<value>.*)$")
 _FAILED = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
 
+_SRUN = re.compile(
+    r"srun: error: (?P<node>[\w.-]+): tasks? (?P<ranks>\d[\d,-]*): (?:Exited with exit code (?P<code>\d+)"
+    r"|(?P<how>Killed|Terminated|Segmentation fault|Bus error|Aborted|Illegal instruction|Out Of Memory|Floating point exception))"
+)
+_SIGNALS = {
+    "killed": 9, "terminated": 15, "segmentation fault": 11, "bus error": 7, "aborted": 6,
+    "illegal instruction": 4, "out of memory": 9, "floating point exception": 8,
+}  # fmt: skip
+_MPI = re.compile(
+    r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>[\w.-]+) exited (?:on signal (?P<signal>\d+)|with (?:exit )?code (?P<code>\d+))"
+)
+_DEEPSPEED = re.compile(r"--local[_-]rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)")
+_LIGHTNING = re.compile(
+    r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"
+)
+
 
 @dataclass(frozen=True)
 class End:
@@ -52,7 +68,8 @@ def ends_of(incident: Incident, lines: list[Line]) -> list[End]:
     """How each rank ended, where somebody says it."""
     seen = list(_seen(incident, lines))
     known = {end.rank for end in seen}
-    return seen + [end for end in _told(lines) if end.rank not in known]
+    said = [line for line in lines if line.source in ("log", "slurm")]
+    return seen + [end for end in _told(said) if end.rank not in known]
 
 
 def pid_in(text: str) -> int | None:
@@ -84,11 +101,20 @@ def _code_in(text: str) -> int | None:
     return int(found["code"]) if found["code"] else -int(found["signal"])
 
 
-def _told(lines: Iterable[Line]) -> Iterator[End]:
+def _told(lines: list[Line]) -> Iterator[End]:
+    """What launchers say, the most exact first; of each rank the first word counts."""
+    done: set[int] = set()
+    for form in (_of_table, _of_launchers, _of_agents):
+        for end in form(lines):
+            if end.rank not in done:
+                done.add(end.rank)
+                yield end
+
+
+def _of_table(lines: Iterable[Line]) -> Iterator[End]:
     """The rows of torchrun's table: ``rank : 3 (local_rank: 3)``, ``exitcode : 1 (pid: 40134)``."""
     host: str | None = None
     rank: int | None = None
-    done: set[int] = set()
     for line in lines:
         row = _TABLE.match(line.text)
         if row is None:
@@ -98,9 +124,48 @@ def _told(lines: Iterable[Line]) -> Iterator[End]:
             host = row["value"].strip() or None
         elif row["key"] == "rank" and number:
             rank = int(number[0])
-        elif row["key"] == "exitcode" and number and rank is not None and rank not in done:
-            done.add(rank)
-            yield End(
-                rank, normal(int(number[0])), None, host, pid_in(row["value"]), line, told=True
-            )
+        elif row["key"] == "exitcode" and number and rank is not None:
+            yield _end(rank, int(number[0]), line, host, pid_in(row["value"]))
             rank = None
+
+
+def _of_launchers(lines: Iterable[Line]) -> Iterator[End]:
+    """Slurm, MPI, DeepSpeed, Lightning."""
+    for line in lines:
+        text = line.text
+        if found := _SRUN.search(text):
+            said = found["code"]
+            code = int(said) if said else -_SIGNALS[found["how"].lower()]
+            for rank in sorted(_expanded(found["ranks"])):
+                yield _end(rank, code, line, found["node"])
+        elif found := _MPI.search(text):
+            code = int(found["code"]) if found["code"] else -int(found["signal"])
+            yield _end(int(found["rank"]), code, line, found["node"])
+        elif found := _DEEPSPEED.search(text):
+            yield _end(int(found["rank"]), int(found["code"]), line)
+        elif found := _LIGHTNING.search(text):
+            yield _end(int(found["rank"]), int(found["code"]), line, pid=int(found["pid"]))
+
+
+def _of_agents(lines: Iterable[Line]) -> Iterator[End]:
+    """torchrun's own line, which names the local rank: of use where there is one node."""
+    hosts = {line.node for line in lines} - {None}
+    for line in lines:
+        if len(hosts) <= 1 and (found := _FAILED.search(line.text)):
+            yield _end(int(found["local"]), int(found["code"]), line, pid=int(found["pid"]))
+
+
+def _end(
+    rank: int, code: int, line: Line, node: str | None = None, pid: int | None = None
+) -> End:
+    return End(rank, normal(code), line.time, node or line.node, pid, line, told=True)
+
+
+def _expanded(ranks: str) -> set[int]:
+    """``0,2-4`` as a set; a range of more than a million names nobody."""
+    found: set[int] = set()
+    for part in ranks.split(","):
+        first, _, last = part.partition("-")
+        if first and int(last or first) - int(first) < 10**6:
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
