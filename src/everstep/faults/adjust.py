@@ -339,6 +339,7 @@ def _save(candidate: Candidate, found: Found) -> Candidate:
 def _crash(candidate: Candidate, found: Found) -> Candidate:
     """The kernel's line of a fault ties it to a node."""
     nodes = {fact.line.node for fact in found.of("NATIVE_CRASH") if fact.line.source == "kernel"}
+    nodes |= {fact.groups.get("node") for fact in candidate.facts} - {None}
     nodes |= {found.scene.node_of(rank) for rank in candidate.ranks if found.scene.is_multi()}
     nodes.discard(None)
     ranks = candidate.ranks

@@ -142,7 +142,7 @@ def program_candidates(found: Found) -> list[Candidate]:
     for end in found.scene.ends.values():
         crash = _crash(end)
         if crash and end.rank not in found.scene.ours and _weaker(best.get(end.rank), found, crash):
-            best[end.rank] = found.fact(crash, end.line)
+            best[end.rank] = of_end(found, crash, end)
     loose = best.pop(None, None)
     if loose is not None and all(loose.fault != fact.fault for fact in best.values()):
         best[None] = loose
@@ -340,6 +340,12 @@ def _touched(node: str | None, found: Found) -> frozenset[int]:
     return frozenset()
 
 
+def of_end(found: Found, fault: str, end: End) -> Fact:
+    """A fact about the end of a process; a launcher's line names its rank and node in words."""
+    groups = {"rank": str(end.rank)} | ({"node": end.node} if end.node else {})
+    return replace(found.fact(fault, end.line), groups=groups)
+
+
 def _crash(end: End) -> str | None:
     if end.signal in CRASHES:
         return "NATIVE_CRASH"
@@ -391,7 +397,7 @@ def external_ends(found: Found) -> list[Candidate]:
     told = found.of("SIGTERM_EXTERNAL")
     if not outside:
         return [found.made("SIGTERM_EXTERNAL", SIGNAL, told, ranks=_known(told))] if told else []
-    facts = told + [found.fact("SIGTERM_EXTERNAL", end.line) for end in outside]
+    facts = told + [of_end(found, "SIGTERM_EXTERNAL", end) for end in outside]
     times = [end.time for end in outside if end.time is not None]
     errors = [fact.line.time for fact in found.facts
               if fact.kind in ("peer", "watchdog") and fact.line.time is not None]  # fmt: skip

@@ -17,6 +17,7 @@ from everstep.faults.candidates import (
     WATCHDOG,
     Candidate,
     Found,
+    of_end,
 )
 from everstep.faults.exits import ABORT
 from everstep.faults.match import Fact
@@ -233,7 +234,7 @@ def _early(found: Found, votes: Vote | None) -> list[Candidate]:
     ]  # fmt: skip
     if not left or len(left) >= max(scene.world / 2, 1.1):
         return []
-    facts = [found.fact("COLLECTIVE_MISMATCH", end.line) for end in left]
+    facts = [of_end(found, "COLLECTIVE_MISMATCH", end) for end in left]
     return [
         found.made("COLLECTIVE_MISMATCH", OUTLIER, facts, ranks=frozenset(end.rank for end in left),
                    why="it left with code 0 while its peers issued further collectives")
