@@ -33,11 +33,19 @@ _NOISE = re.compile(
     r"(?:Warning|ChildFailedError|SignalException|SystemExit|KeyboardInterrupt|GeneratorExit"
     r"|ProcessExitedException|ProcessRaisedException|StopIteration|CalledProcessError|TERMINATE)$"
 )
+_KILLED = re.compile(
+    r"(?i)DataLoader worker \(pids?\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly|is killed by signal: (?:Killed|Terminated|Hangup|Interrupt))"
+    r"|actor died|worker (?:died|crashed)|was killed|process \d+ terminated with"
+)
+"""Messages of exceptions that only tell of another process's end."""
 _PEER = re.compile(
     r"(?:DistBackendError|DistNetworkError|DistStoreError|DistError|Rendezvous\w+|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ConnectionRefusedError|EOFError)$"
 )
-_CUDA = re.compile(r"(?i)\bCUDA error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL error\b|gloo|ProcessGroup")
+_CUDA = re.compile(
+    r"(?i)\bCUDA (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup|TCPStore|\bc10d\b"
+    r"|^(?:Socket Timeout|Broken pipe|Connection (?:reset|refused|closed|timed out))"
+)
 _RAN = re.compile(r"ran for (\d+) milliseconds|Timed out waiting (\d+)ms|within (\d+)ms|in (\d+) ?ms\b")
 
 
@@ -196,7 +204,9 @@ def _with_exceptions(found: Found) -> list[Fact]:
 
 
 def _of_peers(raised: Raised) -> bool:
-    return bool(_PEER.search(raised.name) or _CUDA.search(raised.message))
+    return bool(
+        _PEER.search(raised.name) or _CUDA.search(raised.message) or _KILLED.search(raised.message)
+    )
 
 
 def _said(raised: Raised) -> str:

@@ -29,6 +29,8 @@ Place = Literal["rank", "gpu", "node", "switch", "pod", "job", "service", "path"
 """What a fact of the class stands on: it says which ranks and which node are its root."""
 GROUPS = frozenset(("rank", "node", "address", "pci", "pid", "path", "step", "ranks"))
 
+_FOLLOWS = "(?i)caused by previous xid"
+
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way in which a class shows. What is None is as its class says. ``re`` or ``xid``: NVIDIA's
@@ -176,6 +178,9 @@ def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
     if bool(entry.re) == bool(entry.xid):
         raise BadCatalog(f"{where} has not exactly one of `re` and `xid`.")
     text = entry.re or _of_xid(entry.xid)
+    unless = entry.unless
+    if entry.xid and not {43, 45} & set(entry.xid):
+        unless = f"{_FOLLOWS}|{unless}" if unless else _FOLLOWS
     regex = _compiled(where, text)
     if unknown := set(regex.groupindex) - GROUPS:
         raise BadCatalog(
@@ -188,7 +193,7 @@ def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
         fault.name, domain, entry.action or fault.action, entry.kind or fault.kind,
         entry.place or fault.place, entry.severity or fault.severity, entry.role or fault.role,
         fault.depth if entry.depth is None else entry.depth, frozenset(entry.sources),
-        fault.survivable if entry.survivable is None else entry.survivable, text, regex, _compiled(where, entry.unless) if entry.unless else None,
+        fault.survivable if entry.survivable is None else entry.survivable, text, regex, _compiled(where, unless) if unless else None,
     )  # fmt: skip
 
 

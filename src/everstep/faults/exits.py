@@ -7,6 +7,7 @@ Called by: :mod:`everstep.faults.scene`.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -33,6 +34,11 @@ _SIGNALS = {
 _MPI = re.compile(
     r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>[\w.-]+) exited (?:on signal (?P<signal>\d+)|with (?:exit )?code (?P<code>\d+))"
 )
+_SPAWN = re.compile(
+    r"(?:^|: )process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))"
+    r"|^-- Process (?P<rank2>\d+) terminated with the following error"
+)
+_NAMES = frozenset(signal.Signals.__members__)
 _DEEPSPEED = re.compile(r"--local[_-]rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)")
 _LIGHTNING = re.compile(
     r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"
@@ -80,18 +86,17 @@ def pid_in(text: str) -> int | None:
 
 def _seen(incident: Incident, lines: list[Line]) -> Iterator[End]:
     first = {line.signal: line for line in reversed(lines)}
-    for number, signal in enumerate(incident.signals):
-        if signal.source != "exit" or signal.rank is None:
+    for number, one in enumerate(incident.signals):
+        if one.source != "exit" or one.rank is None:
             continue
-        code = signal.exit_code if signal.exit_code is not None else _code_in(signal.text)
+        code = one.exit_code if one.exit_code is not None else _code_in(one.text)
         if code is not None:
             line = first.get(number) or Line(
-                f"exit code {code}", "exit", signal.rank, signal.node, signal.time, 0, number
+                f"exit code {code}", "exit", one.rank, one.node, one.time, 0, number
             )
             yield End(
-                signal.rank, normal(code), signal.time, signal.node, pid_in(signal.text), line,
-                signal.ours,
-            )  # fmt: skip
+                one.rank, normal(code), one.time, one.node, pid_in(one.text), line, one.ours
+            )
 
 
 def _code_in(text: str) -> int | None:
@@ -141,6 +146,10 @@ def _of_launchers(lines: Iterable[Line]) -> Iterator[End]:
         elif found := _MPI.search(text):
             code = int(found["code"]) if found["code"] else -int(found["signal"])
             yield _end(int(found["rank"]), code, line, found["node"])
+        elif found := _SPAWN.search(text):
+            number = signal.Signals[found["signal"]] if found["signal"] in _NAMES else None
+            code = -int(number) if number else int(found["code"] or 1)
+            yield _end(int(found["rank"] or found["rank2"]), code, line)
         elif found := _DEEPSPEED.search(text):
             yield _end(int(found["rank"]), int(found["code"]), line)
         elif found := _LIGHTNING.search(text):

@@ -34,6 +34,7 @@ from everstep.faults.waiting import (
     noted_candidates,
     peer_candidates,
     series_candidates,
+    signal_candidates,
     stack_candidates,
 )
 
@@ -58,7 +59,7 @@ def all_candidates(found: Found) -> list[Candidate]:
     made = [
         *node_candidates(found), *program_candidates(found), *stack_candidates(found),
         *external_ends(found), *collective_candidates(found), *peer_candidates(found),
-        *beat_candidates(found), *series_candidates(found), *noted_candidates(found),
+        *beat_candidates(found), *series_candidates(found), *noted_candidates(found), *signal_candidates(found),
     ]  # fmt: skip
     settled = [adjust.settled(candidate, found) for candidate in made]
     return [candidate for candidate in settled if candidate.level > 0]

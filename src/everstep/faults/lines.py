@@ -26,18 +26,19 @@ _ANSI = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _BREAK = re.compile(r"\r\n|\n|\r|\x85|\u2028|\u2029")
 _STAMP = (
-    r"\[?\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?\]?|"
+    r"\[?\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?(?: [A-Z]+\d+)*\]?|\[\d{3,7}\](?= \[)|"
     r"\[\d\d:\d\d:\d\d(?:[.,]\d+)?\]"
 )
 _PREFIX = re.compile(
     r"(?P<rank>\[rank:? ?(?P<r1>\d+)\]:? ?|\[\d+,(?P<r2>\d+)\]<std(?:err|out)>: ?)"
     r"|(?P<local>\[[A-Za-z_]\w*?(?P<l1>\d+)\]: ?)"
-    r"|(?P<syslog>(?:<\d+>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?: ))"
+    r"|(?P<syslog>(?:<\d+>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?: )|(?P<host2>[\w.-]+) kernel: (?=\[|[A-Z]))"
     r"|(?P<collector>\[(?:pod/)?[\w.-]+/[\w.-]+\] |pod/[\w.-]+ |[\w.-]+ +\| |\(\w+ pid=\d+(?:, ip=[\d.]+)?\) "
     r"|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d) std(?:out|err) [FP] |kernel: (?=\[ *\d+\.\d+\] ))"
     rf"|(?P<stamp>(?:{_STAMP}) *(?:[-|] )?)"
     r"|(?P<uptime>\[ *\d+\.\d{6}\] )"
 )
+_SPOKEN = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
 _LABEL = re.compile(r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): ")
 _STARTS = re.compile(r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d")
 _KERNEL = re.compile(
@@ -130,8 +131,10 @@ def _stripped(line: Line, labels: bool, nodes: Mapping[str, tuple[int, ...]]) ->
                 break
             rank = _of_local(int(found["l1"]), node, nodes) if rank is None else rank
         elif found["syslog"] and node is None:
-            node = found["host"]
+            node = found["host"] or found["host2"]
         text = text[found.end() :]
+    if rank is None and source == "log" and (named := _SPOKEN.search(text)):
+        rank = int(named[1])
     return replace(line, text=text.rstrip(), rank=rank, node=node, source=_source(source, text))
 
 

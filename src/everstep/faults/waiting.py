@@ -14,6 +14,7 @@ from everstep.faults.candidates import (
     NOTICE,
     OUTLIER,
     PEER,
+    SIGNAL,
     WATCHDOG,
     Candidate,
     Found,
@@ -105,6 +106,17 @@ def noted_candidates(found: Found) -> list[Candidate]:
             ranks = frozenset(fact.rank for fact in facts if fact.rank is not None)
             made.append(found.made(fault, level, facts, ranks=ranks))
     return made
+
+
+def signal_candidates(found: Found) -> list[Candidate]:
+    """The weakest evidence: an interrupt, a mount that is late."""
+    facts = [fact for fact in found.facts if fact.kind == "signal"
+             and fact.fault != "SIGTERM_EXTERNAL"]  # fmt: skip
+    return [
+        found.made(fact.fault, SIGNAL, [fact], action=fact.action, domain=fact.domain,
+                   depth=fact.depth, place=fact.place, ranks=fact.ranks)
+        for fact in facts
+    ]  # fmt: skip
 
 
 def _barrier(found: Found, named: set[int]) -> list[Candidate]:
