@@ -40,6 +40,8 @@ _FOREIGN = re.compile(r"(?i)other (?:user|job|tenant|container)|not (?:one )?of 
 
 def settled(candidate: Candidate, found: Found) -> Candidate:
     """The candidate with what the rest of the incident says about it."""
+    if candidate.domain == "gpu_hardware" and candidate.action == "restart_in_place":
+        candidate = _same_again(candidate, found)
     special = _SPECIAL.get(candidate.fault)
     if special is not None:
         candidate = special(candidate, found)
@@ -245,8 +247,8 @@ def _same_device(past: list[object], device: str) -> bool:
     return all(device in getattr(line, "text", "").lower() for line in past)
 
 
-def _software_xid(candidate: Candidate, found: Found) -> Candidate:
-    """Xid 13 and 31 again on one device in other jobs are hardware (rule 9)."""
+def _same_again(candidate: Candidate, found: Found) -> Candidate:
+    """What comes again on one device in other jobs is hardware (rule 9)."""
     past = [line for line in found.scene.past if re.search(r"(?i)\bxid\b|MMU|illegal", line.text)]
     devices = {bus_id(fact.groups["pci"]) for fact in candidate.facts if "pci" in fact.groups}
     again = [line for line in past if any(device in line.text.lower() for device in devices)
@@ -431,8 +433,6 @@ def _port(candidate: Candidate, found: Found) -> Candidate:
 _SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "CUDA_OOM": _cuda_oom,
     "ILLEGAL_ADDR_SW": _illegal,
-    "XID_13_69": _software_xid,
-    "XID_31": _software_xid,
     "PERMISSION": _one_node,
     "USER_IMPORT": _one_node,
     "PROC_LIMITS": _one_node,

@@ -154,11 +154,20 @@ def program_candidates(found: Found) -> list[Candidate]:
     loose = best.pop(None, None)
     if loose is not None and all(loose.fault != fact.fault for fact in best.values()):
         best[None] = loose
-    groups: dict[str, list[Fact]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Fact]] = defaultdict(list)
     for fact in best.values():
-        groups[fact.fault].append(fact)
-    made = [_program_candidate(fault, facts, found) for fault, facts in groups.items()]
+        groups[fact.fault, _signature(fact)].append(fact)
+    made = [_program_candidate(fault, facts, found) for (fault, _), facts in groups.items()]
     return made + _lived(lived, found)
+
+
+def _signature(fact: Fact) -> str:
+    """What makes errors of the program the same: type and frame, else type and text. Other classes
+    say by themselves that it is one thing."""
+    if fact.fault not in ("USER_EXCEPTION", "USER_ASSERT"):
+        return ""
+    kind, _, text = fact.message.partition(": ")
+    return f"{kind} {fact.frame or re.sub(r'[0-9]+', '#', text)}"
 
 
 def _lived(facts: list[Fact], found: Found) -> list[Candidate]:

@@ -98,7 +98,8 @@ def _order(signal: Signal) -> tuple[object, ...]:
 def _went_on(candidates: list[Candidate], found: Found) -> bool:
     """Nothing died of it: only facts that training survives, and signs of life or of the end."""
     scene = found.scene
-    fatal = [c for c in candidates if c.level > NOTICE + 1 and not c.survivable]
+    fatal = [c for c in candidates
+             if c.level > NOTICE + 1 and not c.survivable and not _late(c, scene)]  # fmt: skip
     if fatal:
         return False
     if scene.over:
@@ -106,8 +107,22 @@ def _went_on(candidates: list[Candidate], found: Found) -> bool:
     return bool(scene.alive) and not scene.dead
 
 
+def _late(candidate: Candidate, scene: Scene) -> bool:
+    """Noise after a finished run (rule 7): all but errors of the program and facts of nodes."""
+    if not scene.over or candidate.level == NODE:
+        return False
+    if candidate.level == PROGRAM and candidate.fault not in ("NATIVE_CRASH", "SIGBUS_SHM"):
+        return False
+    return scene.finished is None or candidate.time is None or candidate.time >= scene.finished
+
+
 def _of_notices(candidates: list[Candidate], found: Found) -> tuple[Candidate | None, str]:
-    left = [c for c in candidates if c.survivable or c.level <= NOTICE + 1]
+    scene = found.scene
+    left = [c for c in candidates
+            if c.survivable or c.level <= NOTICE + 1 or _late(c, scene)]  # fmt: skip
+    if not left and scene.over:
+        left = [found.made(fact.fault, NOTICE, [fact]) for fact in found.facts
+                if fact.kind in ("peer", "watchdog")]  # fmt: skip
     if not left:
         return None, ""
     best = max(left, key=lambda c: (c.level if c.level <= NOTICE + 1 else c.depth, *_depth(c)))
