@@ -62,7 +62,7 @@ def command(
         raise BadIncident("no file is named.", hint="Give a log or JSON lines; `-` is not read.")
     unknown = False
     for path in files:
-        for item in read(path):
+        for item in read(path, catalog):
             verdict = judge(item.incident, catalog)
             unknown |= verdict.fault == UNKNOWN
             _print(item, verdict, as_json)
@@ -112,7 +112,7 @@ def _root(verdict: Verdict) -> str:
 def _score(path: Path, catalog: Catalog, as_json: bool) -> int:
     items = [
         (item.incident.id, judge(item.incident, catalog), item.expect)
-        for item in read(path)
+        for item in read(path, catalog)
     ]  # fmt: skip
     pairs = [(name, verdict, expect) for name, verdict, expect in items if expect is not None]
     if not pairs:

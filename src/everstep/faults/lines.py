@@ -38,6 +38,8 @@ _PREFIX = re.compile(
     rf"|(?P<stamp>(?:{_STAMP}) *(?:[-|] )?)"
     r"|(?P<uptime>\[ *\d+\.\d{6}\] )"
 )
+_GLUED = re.compile(r"\[rank(\d+)\]:(?: (?=\S)|(?=\[))")
+"""A rank's prefix inside a line: what stood before it, a progress bar mostly, is another's."""
 _SPOKEN = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
 _LABEL = re.compile(r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): ")
 _STARTS = re.compile(r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d")
@@ -133,6 +135,8 @@ def _stripped(line: Line, labels: bool, nodes: Mapping[str, tuple[int, ...]]) ->
         elif found["syslog"] and node is None:
             node = found["host"] or found["host2"]
         text = text[found.end() :]
+    if source == "log" and (glued := _GLUED.search(text)):
+        rank, text = int(glued[1]), text[glued.end() :]
     if rank is None and source == "log" and (named := _SPOKEN.search(text)):
         rank = int(named[1])
     return replace(line, text=text.rstrip(), rank=rank, node=node, source=_source(source, text))

@@ -5,14 +5,22 @@ Owns: the two forms of input. Never does: judge. Called by: ``everstep classify`
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from everstep.errors import BadIncident
+from everstep.faults.catalog import Catalog, load
 from everstep.faults.records import Incident, Signal, Source
+from everstep.faults.sieve import pieces_of, sieved
+
+SMALL = 2 << 20
+"""Bytes of a log that are judged line by line; of a longer one the lines are chosen first."""
+PIECE = 1 << 18
 
 _CONVENTION = re.compile(r"node-(\d+)")
 
@@ -53,31 +61,28 @@ class Read(msgspec.Struct, frozen=True):
     expect: Expected | None = None
 
 
-def read(path: Path) -> Iterator[Read]:
+def read(path: Path, catalog: Catalog | None = None) -> Iterator[Read]:
     """The incidents of one file: of each line where it holds JSON objects with evidence, else one for
-    the whole file, which is then a merged log. Raises :class:`~everstep.errors.BadIncident`."""
+    the whole file, which is then a merged log. A log of more than 2 MB is read in pieces, and only
+    its lines that ``catalog`` (default: the one that comes along) may find something in are kept.
+    Raises :class:`~everstep.errors.BadIncident`."""
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            head = file.readline(PIECE)
+            file.seek(0)
+            if is_json(head):
+                yield from cases(str(path), file)
+            else:
+                yield Read(log(path.name, _whole(file, catalog)))
     except OSError as error:
         raise BadIncident(
             f"{path} cannot be read: {error.strerror}.", hint="Name a log or a file of JSON lines."
         ) from error
-    if is_json(raw):
-        yield from cases(str(path), raw)
-    else:
-        yield Read(log(path.name, raw))
 
 
-def is_json(raw: bytes) -> bool:
-    """Whether the first line that is not empty is a JSON object with evidence."""
-    first = raw.lstrip()[:1]
-    head = raw.lstrip().split(b"\n", 1)[0]
-    if first != b"{" or b'"evidence"' not in head:
-        return False
-    try:
-        return isinstance(msgspec.json.decode(head), dict)
-    except msgspec.DecodeError:
-        return False
+def is_json(head: bytes) -> bool:
+    """Whether a first line is, as far as it is there, a JSON object with evidence."""
+    return head.lstrip().startswith(b"{") and b'"evidence"' in head and b'"id"' in head
 
 
 def log(name: str, raw: bytes) -> Incident:
@@ -85,9 +90,17 @@ def log(name: str, raw: bytes) -> Incident:
     return Incident(name, (Signal("log", raw.decode("utf-8", "replace")),))
 
 
-def cases(name: str, raw: bytes) -> Iterator[Read]:
-    """The incidents of JSON lines."""
-    for number, line in enumerate(raw.split(b"\n"), 1):
+def _whole(file: BinaryIO, catalog: Catalog | None) -> bytes:
+    start = file.read(SMALL)
+    if len(start) < SMALL:
+        return start
+    pieces = itertools.chain(pieces_of(start), iter(lambda: file.read(PIECE), b""))
+    return sieved(pieces, catalog or load())
+
+
+def cases(name: str, lines: Iterable[bytes]) -> Iterator[Read]:
+    """The incidents of JSON lines. Raises :class:`~everstep.errors.BadIncident`."""
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
