@@ -35,7 +35,10 @@ def renamed(read: Read, rng: random.Random) -> Read:
     incident, expect = read.incident, read.expect
     assert expect is not None
     names = sorted(set(incident.nodes) | {s.node for s in incident.signals if s.node})
-    new = {name: f"gpu{chr(97 + rng.randrange(26))}{rng.randrange(100, 999)}-r{i}" for i, name in enumerate(names)}
+    new = {
+        name: f"gpu{chr(97 + rng.randrange(26))}{rng.randrange(100, 999)}-r{i}"
+        for i, name in enumerate(names)
+    }
 
     def text(value: str) -> str:
         for old in sorted(names, key=len, reverse=True):
@@ -73,7 +76,10 @@ def reranked(read: Read, rng: random.Random) -> Read:
     assert expect is not None
     every = sorted({r for ranks in incident.nodes.values() for r in ranks}
                    | {s.rank for s in incident.signals if s.rank is not None})  # fmt: skip
-    if any(re.search(r"(?i)local index|task \d|GPU \d+:|GPU ?\d+\b|\branks \d+-\d+|shard \d", s.text) for s in incident.signals):
+    if any(
+        re.search(r"(?i)local index|task \d|GPU \d+:|GPU ?\d+\b|\branks \d+-\d+|shard \d", s.text)
+        for s in incident.signals
+    ):
         return read
     shuffled = every.copy()
     rng.shuffle(shuffled)
@@ -109,10 +115,15 @@ def reranked(read: Read, rng: random.Random) -> Read:
 
 def prefixed(read: Read, rng: random.Random) -> Read:
     """A collector put something before each line of the ranks' logs."""
+
     def change(signal: Signal) -> str:
         if signal.source != "log":
             return signal.text
-        forms = ["2026-11-04 09:42:36,123 ", "[pod/job-worker-2/trainer] ", "2026-02-04T11:15:20.123456789Z stderr F "]
+        forms = [
+            "2026-11-04 09:42:36,123 ",
+            "[pod/job-worker-2/trainer] ",
+            "2026-02-04T11:15:20.123456789Z stderr F ",
+        ]
         if signal.rank is not None:
             forms += [f"[rank{signal.rank}]: ", f"[1,{signal.rank}]<stderr>:"]
         form = rng.choice(forms)
@@ -123,11 +134,18 @@ def prefixed(read: Read, rng: random.Random) -> Read:
 
 def coloured(read: Read, rng: random.Random) -> Read:
     """Terminals' colours and a progress bar."""
+
     def change(signal: Signal) -> str:
         if signal.source != "log":
             return signal.text
-        lines = [f"\x1b[31m{line}\x1b[0m" if line and rng.random() < 0.7 else line for line in signal.text.split("\n")]
-        return " 12%|█▏        | 120/1000 [00:10<01:12, 12.1it/s]\r 13%|█▎        | 130/1000 [00:11<01:11]\r\n" + "\n".join(lines)
+        lines = [
+            f"\x1b[31m{line}\x1b[0m" if line and rng.random() < 0.7 else line
+            for line in signal.text.split("\n")
+        ]
+        return (
+            " 12%|█▏        | 120/1000 [00:10<01:12, 12.1it/s]\r 13%|█▎        | 130/1000 [00:11<01:11]\r\n"
+            + "\n".join(lines)
+        )
 
     return _texts(read, change)
 
@@ -147,6 +165,7 @@ BENIGN = (
 
 def interleaved(read: Read, rng: random.Random) -> Read:
     """Benign lines stand before, between and after, but not inside a traceback's own lines."""
+
     def change(signal: Signal) -> str:
         if signal.source != "log" or not signal.text:
             return signal.text

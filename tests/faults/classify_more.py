@@ -5,7 +5,13 @@ from __future__ import annotations
 from classify_scenes import ONE, THREE, TWO, WAITS, Scene, closed, gloo, stack, tb, watchdog
 
 BEATS = tuple(
-    ("heartbeat", rank, "h-a" if rank < 4 else "h-b", 90.0, "step=71 phase=forward last_beat_age_s=0.3 process=alive")
+    (
+        "heartbeat",
+        rank,
+        "h-a" if rank < 4 else "h-b",
+        90.0,
+        "step=71 phase=forward last_beat_age_s=0.3 process=alive",
+    )
     for rank in (0, 4)
 )
 CUDA = "torch.AcceleratorError: CUDA error: "

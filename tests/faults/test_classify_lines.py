@@ -22,7 +22,9 @@ def alone(kind: str, text: str, *, dies: bool) -> Incident:
     return Incident("alone", tuple(signals), {"b-0": (0, 1), "b-1": (2, 3)})
 
 
-@pytest.mark.parametrize(("kind", "fault", "text"), POSITIVE + WORDINGS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("kind", "fault", "text"), POSITIVE + WORDINGS, ids=lambda value: str(value)[:40]
+)
 def test_line_gives_its_class(kind: str, fault: str, text: str) -> None:
     verdict = judge(alone(kind, text, dies=True), load())
     assert verdict.fault == fault, (verdict.fault, verdict.discarded)

@@ -144,4 +144,6 @@ def _render(result: Scored, console: Console) -> None:
         shown.add_row(name, "", str(count))
     console.print(shown)
     for miss in counts.misses:
-        console.print(f"{miss.id}: {miss.what}: expected {miss.expected}, got {miss.got}", markup=False)
+        console.print(
+            f"{miss.id}: {miss.what}: expected {miss.expected}, got {miss.got}", markup=False
+        )

@@ -18,7 +18,9 @@ from everstep.faults.series import silent_in
 
 LATE_S = 3600.0
 """Seconds of an attempt after which its credentials were good once."""
-_STORED = re.compile(r"(?i)\b(?:uploaded|checkpoint[^\n]{0,40}(?:saved|written|committed|uploaded))\b")
+_STORED = re.compile(
+    r"(?i)\b(?:uploaded|checkpoint[^\n]{0,40}(?:saved|written|committed|uploaded))\b"
+)
 _HUNG = re.compile(r"task \S+?:(?P<pid>\d+) blocked for more than")
 _SERVED = re.compile(r"(?i)\bnfs\b|rpc_wait|lustre|ceph|fuse|sunrpc")
 _TIMES = re.compile(r"([\d.]+) times")
@@ -35,7 +37,9 @@ _PAIR = re.compile(r"(?P<a>[\w.-]+)\s?(?:/|<->|->|-)\s?(?P<b>[\w.-]+)")
 _PROBE = re.compile(
     r"(?P<what>[^:]{2,60}): (?P<answer>.+)$|(?P<path>/\S+) (?P<state>is (?:not )?(?:a mount ?point|mounted).*)$"
 )
-_FOREIGN = re.compile(r"(?i)other (?:user|job|tenant|container)|not (?:one )?of (?:this|our) job|foreign|unknown process|of job \S+")
+_FOREIGN = re.compile(
+    r"(?i)other (?:user|job|tenant|container)|not (?:one )?of (?:this|our) job|foreign|unknown process|of job \S+"
+)
 
 
 def settled(candidate: Candidate, found: Found) -> Candidate:
@@ -90,7 +94,9 @@ def spread_over(group: list[Candidate], found: Found) -> Candidate | None:
 
 def step_of(scene: Scene, candidate: Candidate) -> int | None:
     """The newest training step that the lines of the incident speak of before its end."""
-    own = [int(found["step"]) for fact in candidate.facts for found in _STEP.finditer(fact.line.text)]
+    own = [
+        int(found["step"]) for fact in candidate.facts for found in _STEP.finditer(fact.line.text)
+    ]
     if own:
         return max(own)
     beats = [beat.step for beat in scene.beats if beat.step is not None]
@@ -106,7 +112,11 @@ def _placed(candidate: Candidate, found: Found) -> Candidate:
     """Ranks and node: spread over most ranks names nobody; only some domains name a node."""
     scene = found.scene
     ranks, node = candidate.ranks, candidate.node
-    if candidate.level != NODE and candidate.place in ("job", "service") and candidate.domain != "network":
+    if (
+        candidate.level != NODE
+        and candidate.place in ("job", "service")
+        and candidate.domain != "network"
+    ):
         ranks = frozenset()
     elif candidate.level == PROGRAM:
         ranks, node = _spread(candidate, found)
@@ -121,9 +131,17 @@ def _spread(candidate: Candidate, found: Found) -> tuple[frozenset[int], str | N
     if candidate.domain in ("host", "gpu_hardware") and node is not None:
         return ranks, node
     world = max(scene.world, 1)
-    if candidate.domain == "user_code" and ranks and len(ranks | _alike(candidate, found)) == world > 1:
+    if (
+        candidate.domain == "user_code"
+        and ranks
+        and len(ranks | _alike(candidate, found)) == world > 1
+    ):
         return frozenset(), None
-    if len(ranks) > 1 and len(ranks) * 2 > world or (world == 1 and len(ranks) == 1 and not scene.nodes):
+    if (
+        len(ranks) > 1
+        and len(ranks) * 2 > world
+        or (world == 1 and len(ranks) == 1 and not scene.nodes)
+    ):
         return frozenset() if len(ranks) > 1 else ranks, None
     if candidate.domain in _OUTSIDE and len({scene.node_of(rank) for rank in ranks}) > 1:
         return frozenset(), None
@@ -168,7 +186,9 @@ def _recurring(candidate: Candidate, found: Found) -> Candidate:
 
 def _again(candidate: Candidate, found: Found) -> bool:
     """Whether an earlier attempt ended by the same type of exception or at the same path."""
-    marks = {fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts if fact.message}
+    marks = {
+        fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts if fact.message
+    }
     marks |= {path for fact in candidate.facts for path in _PATHS.findall(fact.message)
               if len(path) > 5}  # fmt: skip
     return any(
@@ -220,7 +240,9 @@ def _cuda_oom(candidate: Candidate, found: Found) -> Candidate:
         said = [line.text for line in scene.lines if any(str(pid) in line.text for pid in foreign)
                 and line.source in ("agent", "gpu")]  # fmt: skip
         other = any(_FOREIGN.search(text) for text in said)
-        nodes = {scene.node_of(rank) for rank in candidate.ranks} | {f.node for f in candidate.facts}
+        nodes = {scene.node_of(rank) for rank in candidate.ranks} | {
+            f.node for f in candidate.facts
+        }
         nodes.discard(None)
         return replace(
             candidate, domain="host", action="restart_elsewhere" if other else "restart_in_place",
@@ -262,7 +284,8 @@ def _same_again(candidate: Candidate, found: Found) -> Candidate:
 def _one_node(candidate: Candidate, found: Found) -> Candidate:
     """What fails on one node alone while others do well is that node's set-up."""
     node = differs(candidate, found) or (
-        _whole_node(candidate, found) if candidate.fault in ("PERMISSION", "USER_IMPORT") else None)
+        _whole_node(candidate, found) if candidate.fault in ("PERMISSION", "USER_IMPORT") else None
+    )
     if node is None:
         return candidate
     domain: Domain = "host" if candidate.domain == "user_code" else candidate.domain
@@ -273,7 +296,8 @@ def _one_node(candidate: Candidate, found: Found) -> Candidate:
 def _token(candidate: Candidate, found: Found) -> Candidate:
     """A token that ran out in a long run is fresh in a new process; one that was never good is not."""
     late = any("expired" in fact.line.text.lower() for fact in candidate.facts) and any(
-        (fact.line.time or 0.0) >= LATE_S for fact in candidate.facts)
+        (fact.line.time or 0.0) >= LATE_S for fact in candidate.facts
+    )
     good = any(_STORED.search(line.text) for line in found.scene.lines if line.source == "log")
     expired = any(re.search(r"(?i)expired", fact.line.text) for fact in candidate.facts)
     if expired and (late or good):
@@ -286,7 +310,11 @@ def _stalled(candidate: Candidate, found: Found) -> Candidate:
     scene = found.scene
     kernel = [fact for fact in candidate.facts if fact.line.source == "kernel"]
     again = {line.node for line in scene.lines if re.search(r"nfs: server \S+ OK\b", line.text)}
-    if kernel and all(fact.node in again for fact in kernel) and len(kernel) == len(candidate.facts):
+    if (
+        kernel
+        and all(fact.node in again for fact in kernel)
+        and len(kernel) == len(candidate.facts)
+    ):
         return replace(candidate, level=NOTICE, survivable=True)
     if not kernel:
         return candidate
@@ -297,7 +325,9 @@ def _stalled(candidate: Candidate, found: Found) -> Candidate:
     )  # fmt: skip
     on_node = set(scene.ranks_of(candidate.node))
     ranks = hung or frozenset(silent_in(scene.beats) & on_node) or candidate.ranks
-    return replace(candidate, ranks=ranks if len(ranks) < max(len(on_node), 2) or hung else frozenset())
+    return replace(
+        candidate, ranks=ranks if len(ranks) < max(len(on_node), 2) or hung else frozenset()
+    )
 
 
 def _hung(candidate: Candidate, found: Found) -> Candidate:
@@ -321,8 +351,11 @@ def _sustained(candidate: Candidate, found: Found) -> Candidate:
             and float(times[1]) >= 1.3]  # fmt: skip
     reason = any(_BRAKED.search(line.text) for line in found.scene.lines
                  if line.source == "gpu" and rank in (line.rank, _named(line.text)))  # fmt: skip
-    return replace(candidate, action="restart_elsewhere", survivable=False, level=WATCHDOG - 2) if (
-        slow and reason) else candidate
+    return (
+        replace(candidate, action="restart_elsewhere", survivable=False, level=WATCHDOG - 2)
+        if (slow and reason)
+        else candidate
+    )
 
 
 def _named(text: str) -> int | None:
@@ -410,7 +443,9 @@ def _slow_path(candidate: Candidate, found: Found) -> Candidate:
     """No traffic at all of one node is no slow path but a dead one."""
     scene = found.scene
     for line in scene.lines:
-        if line.source in ("agent", "gpu", "kernel") and re.search(r"(?i)rdma|traffic|tx/rx|xmit|rcv", line.text):
+        if line.source in ("agent", "gpu", "kernel") and re.search(
+            r"(?i)rdma|traffic|tx/rx|xmit|rcv", line.text
+        ):
             still = {m[1] for m in re.finditer(r"([\w.-]+):? (?:0(?:\.0)? ?[KMG]?B|no traffic)\b", line.text)
                      if m[1] in scene.nodes}  # fmt: skip
             if len(still) == 1:

@@ -46,7 +46,9 @@ _CUDA = re.compile(
     r"(?i)\bCUDA (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup|TCPStore|\bc10d\b"
     r"|^(?:Socket Timeout|Broken pipe|Connection (?:reset|refused|closed|timed out))"
 )
-_RAN = re.compile(r"ran for (\d+) milliseconds|Timed out waiting (\d+)ms|within (\d+)ms|in (\d+) ?ms\b")
+_RAN = re.compile(
+    r"ran for (\d+) milliseconds|Timed out waiting (\d+)ms|within (\d+)ms|in (\d+) ?ms\b"
+)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,11 @@ def _lived(facts: list[Fact], found: Found) -> list[Candidate]:
 
 
 def _weaker(fact: Fact | None, found: Found, crash: str) -> bool:
-    return fact is None or fact.depth < found.catalog.known[crash].depth and fact.fault == "USER_EXCEPTION"
+    return (
+        fact is None
+        or fact.depth < found.catalog.known[crash].depth
+        and fact.fault == "USER_EXCEPTION"
+    )
 
 
 def _key(fact: Fact) -> tuple[float, float, int, str]:
@@ -207,7 +213,9 @@ def _with_exceptions(found: Found) -> list[Fact]:
             facts[number] = replace(facts[number], frame=raised.frame, message=_said(raised))
         if not own and not _NOISE.search(raised.name) and not _of_peers(raised):
             extra.append(
-                replace(found.fact("USER_EXCEPTION", line), frame=raised.frame, message=_said(raised))
+                replace(
+                    found.fact("USER_EXCEPTION", line), frame=raised.frame, message=_said(raised)
+                )
             )
     return facts + extra
 
@@ -227,7 +235,9 @@ def _is_setup(fact: Fact, scene: Scene) -> bool:
     del scene
     text = fact.line.text
     return fact.line.source == "agent" and bool(
-        re.search(r"(?i)\b(?:ok|healthy|passed|complete|readable|succeeds?|within limits)\b\W*$", text)
+        re.search(
+            r"(?i)\b(?:ok|healthy|passed|complete|readable|succeeds?|within limits)\b\W*$", text
+        )
         and fact.kind == "program"
     )
 
@@ -241,7 +251,9 @@ def _survived(fact: Fact, scene: Scene) -> bool:
         return scene.ends[rank].code == 0
     time = fact.line.time
     return any(
-        beat.rank == rank and rank in scene.alive and (time is None or beat.time is None or beat.time > time + beat.age)
+        beat.rank == rank
+        and rank in scene.alive
+        and (time is None or beat.time is None or beat.time > time + beat.age)
         for beat in scene.beats
     )
 
@@ -328,7 +340,11 @@ def _named_rank(fact: Fact, node: str | None, found: Found) -> int | None:
         pid = int(groups["pid"])
         if (rank := scene.of_pid(node, pid)) is not None:
             return rank
-        told = {raised.line.rank for raised in found.raised if re.search(rf"\bpid:? ?{pid}\b", raised.message)}
+        told = {
+            raised.line.rank
+            for raised in found.raised
+            if re.search(rf"\bpid:? ?{pid}\b", raised.message)
+        }
         if len(told) == 1:
             return told.pop()
     return fact.rank

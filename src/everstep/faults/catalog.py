@@ -217,7 +217,9 @@ def _compiled(where: str, text: str) -> re2._Regexp:
 def _of_xid(numbers: tuple[int, ...]) -> str:
     """The kernel's form, and those of tools that repeat it (``XID error: 79``, ``xid=79``)."""
     codes = "|".join(str(number) for number in numbers)
-    device = r"(?:PCI:|GPU[ :-]*)?(?P<pci>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2})?)(?:\.0)?"
+    device = (
+        r"(?:PCI:|GPU[ :-]*)?(?P<pci>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2})?)(?:\.0)?"
+    )
     return (
         rf"(?i)\bxid\b(?: (?:error|event|code)s?)?[ :=#]*(?:\({device}\)[ :]*)?"
         rf"(?:(?:error|code)[ :=#]+)?(?:{codes})\b(?:,? ?pid=['\"]?(?P<pid>\d+))?"

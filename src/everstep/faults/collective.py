@@ -26,7 +26,9 @@ _STATUS = re.compile(
     r"(?i)last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"
 )
 _GROUP = re.compile(r"PG (?:ID|GUID) (?P<id>\w+)(?: PG GUID (?P<guid>\w+))?")
-_MISSING = re.compile(r"(?i)\bmissing ranks?:?\s*[{\[(]?(?P<ranks>\d[\d, ]*)[}\])]?|ranks? (?P<r2>[\d, ]+) (?:did not join|never joined|(?:is|are) missing)")
+_MISSING = re.compile(
+    r"(?i)\bmissing ranks?:?\s*[{\[(]?(?P<ranks>\d[\d, ]*)[}\])]?|ranks? (?P<r2>[\d, ]+) (?:did not join|never joined|(?:is|are) missing)"
+)
 _BARRIER = re.compile(
     r"(?i)\bRanks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier|Caused by:? .*rank (?P<r2>\d+)"
 )
@@ -72,7 +74,9 @@ class Stuck:
     def _minority(self, ranks: set[int], world: int) -> set[int]:
         """A group is suspect only where more ranks than it are known to wait."""
         others = (self.waiting | self.heard) - ranks
-        return ranks if ranks and len(ranks) < max(len(others), 1) and others and world != 1 else set()
+        return (
+            ranks if ranks and len(ranks) < max(len(others), 1) and others and world != 1 else set()
+        )
 
     def _behind(self) -> set[int]:
         if len(self.queued) < 2:
@@ -106,7 +110,10 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
         text = line.text
         _named(text, stuck)
         for call in _FINGERPRINT.finditer(text) if "is running" in text else ():
-            ops["debug", int(call["seq"] or 0)][int(call["rank"])] = (call["op"], call["shape"] or "")
+            ops["debug", int(call["seq"] or 0)][int(call["rank"])] = (
+                call["op"],
+                call["shape"] or "",
+            )
         rank = _rank(line)
         if rank is None:
             continue

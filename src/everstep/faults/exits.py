@@ -21,7 +21,9 @@ CRASHES = frozenset((4, 8, 11))
 _CODE = re.compile(r"exited with code (?P<code>-?\d+)|killed by signal (?P<signal>\d+)")
 _PID = re.compile(r"\bpid:? ?(\d+)")
 _TABLE = re.compile(r"^\s*(?P<key>time|host|rank|exitcode)\s+: (?P<value>.*)$")
-_FAILED = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
+_FAILED = re.compile(
+    r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"
+)
 
 _SRUN = re.compile(
     r"srun: error: (?P<node>[\w.-]+): tasks? (?P<ranks>\d[\d,-]*): (?:Exited with exit code (?P<code>\d+)"
@@ -39,7 +41,9 @@ _SPAWN = re.compile(
     r"|^-- Process (?P<rank2>\d+) terminated with the following error"
 )
 _NAMES = frozenset(signal.Signals.__members__)
-_DEEPSPEED = re.compile(r"--local[_-]rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)")
+_DEEPSPEED = re.compile(
+    r"--local[_-]rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)"
+)
 _LIGHTNING = re.compile(
     r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"
 )
@@ -94,9 +98,7 @@ def _seen(incident: Incident, lines: list[Line]) -> Iterator[End]:
             line = first.get(number) or Line(
                 f"exit code {code}", "exit", one.rank, one.node, one.time, 0, number
             )
-            yield End(
-                one.rank, normal(code), one.time, one.node, pid_in(one.text), line, one.ours
-            )
+            yield End(one.rank, normal(code), one.time, one.node, pid_in(one.text), line, one.ours)
 
 
 def _code_in(text: str) -> int | None:
@@ -164,9 +166,7 @@ def _of_agents(lines: Iterable[Line]) -> Iterator[End]:
             yield _end(int(found["local"]), int(found["code"]), line, pid=int(found["pid"]))
 
 
-def _end(
-    rank: int, code: int, line: Line, node: str | None = None, pid: int | None = None
-) -> End:
+def _end(rank: int, code: int, line: Line, node: str | None = None, pid: int | None = None) -> End:
     return End(rank, normal(code), line.time, node or line.node, pid, line, told=True)
 
 

@@ -164,7 +164,9 @@ def _of_nodes(strong: list[Candidate], found: Found) -> tuple[Candidate | None, 
 
 def _of_several(group: list[Candidate], found: Found) -> Candidate | None:
     """Of several nodes: the same fault on all, the earlier by more than clocks differ, the deeper."""
-    group = sorted(group, key=lambda c: (c.time if c.time is not None else 0.0, -c.depth, c.node or ""))
+    group = sorted(
+        group, key=lambda c: (c.time if c.time is not None else 0.0, -c.depth, c.node or "")
+    )
     if len(group) == 1:
         return group[0]
     if len({candidate.fault for candidate in group}) == 1:
@@ -194,7 +196,9 @@ def _verdict(
     if chosen is None:
         return _unknown(candidates, found, reason)
     ranks = tuple(sorted(chosen.ranks))
-    shown = sorted(chosen.facts, key=lambda fact: (-fact.depth, fact.line.time or 0, fact.line.order))
+    shown = sorted(
+        chosen.facts, key=lambda fact: (-fact.depth, fact.line.time or 0, fact.line.order)
+    )
     frame = next((fact.frame for fact in shown if fact.frame), "")
     return Verdict(
         fault=chosen.fault,
@@ -210,7 +214,9 @@ def _verdict(
         advice=found.catalog.known[chosen.fault].advice,
         frame=frame,
         step=adjust.step_of(found.scene, chosen),
-        message=next((fact.message for fact in shown if fact.message), shown[0].line.text if shown else ""),
+        message=next(
+            (fact.message for fact in shown if fact.message), shown[0].line.text if shown else ""
+        ),
     )
 
 

@@ -42,7 +42,9 @@ _GLUED = re.compile(r"\[rank(\d+)\]:(?: (?=\S)|(?=\[))")
 """A rank's prefix inside a line: what stood before it, a progress bar mostly, is another's."""
 _SPOKEN = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
 _LABEL = re.compile(r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): ")
-_STARTS = re.compile(r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d")
+_STARTS = re.compile(
+    r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d"
+)
 _KERNEL = re.compile(
     r"^(?:kernel: |NVRM: |nvidia-nvswitch|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport |oom-kill:"
     r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error|blk_update_)"
@@ -71,7 +73,9 @@ def clean(text: str) -> list[str]:
     if "\x1b" in text:
         text = _ANSI.sub("", text)
     return [
-        _bounded(_CONTROL.sub("", line)) for line in _BREAK.split(text) if line and not line.isspace()
+        _bounded(_CONTROL.sub("", line))
+        for line in _BREAK.split(text)
+        if line and not line.isspace()
     ]
 
 

@@ -45,7 +45,9 @@ def vote(facts: list[Fact], scene: Scene, waiting: frozenset[str] = frozenset())
     silent = {target: ranks for target, ranks in named.items() if target not in naming}
     if not silent:
         return Vote(None, "", True, voters)
-    (best, count), *others = Counter({key: len(value) for key, value in silent.items()}).most_common()
+    (best, count), *others = Counter(
+        {key: len(value) for key, value in silent.items()}
+    ).most_common()
     if others and others[0][1] == count:
         return Vote(None, "", True, voters)
     return Vote(best if best in scene.nodes else None, best, False, voters)

@@ -28,12 +28,18 @@ _RUNS = re.compile(
     r"(?i)\brank (?P<rank>\d+) (?:(?:runs|is|running|listens) (?:at|on) (?P<address>[\w.:-]+)(?: \((?P<node>[\w.-]+))?|(?:is |= ?|: ?)?(?P<a2>\d+\.\d+\.\d+\.\d+))"
 )
 _IS_PID = re.compile(r"(?i)\brank (?P<rank>\d+)(?: is|:|=)?,? \(?pid[ =:]+(?P<pid>\d+)")
-_USES = re.compile(r"Bootstrap : Using [\w.-]+:(?P<address>[\d.]+)<|NET/(?:Socket|IB) : Using [^\n]*?:(?P<a2>\d+\.\d+\.\d+\.\d+)<")
+_USES = re.compile(
+    r"Bootstrap : Using [\w.-]+:(?P<address>[\d.]+)<|NET/(?:Socket|IB) : Using [^\n]*?:(?P<a2>\d+\.\d+\.\d+\.\d+)<"
+)
 _COMMITS = re.compile(r"(?i)\b(?:last committed|no (?:new(?:er)? )?(?:committed )?checkpoint)\b")
-_SENT = re.compile(r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to (?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+|every[\w ]+)")
+_SENT = re.compile(
+    r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to (?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+|every[\w ]+)"
+)
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
-_BEAT = re.compile(r"(?:\bstep=(?P<step>\d+))?.*?(?:\bphase=(?P<phase>\S+))?.*?\blast_beat_age_s=(?P<age>[\d.]+)")
+_BEAT = re.compile(
+    r"(?:\bstep=(?P<step>\d+))?.*?(?:\bphase=(?P<phase>\S+))?.*?\blast_beat_age_s=(?P<age>[\d.]+)"
+)
 _FINISHED = re.compile(
     r"(?i)\btraining (?:is )?(?:finished|complete[d]?|done)\b|\bfinal checkpoint (?:saved|written|committed|complete)"
     r"|max_steps[^\n]{0,20}reached|\b(?:run|job) (?:finished|completed) (?:successfully|normally)|^done\.?$"
@@ -107,7 +113,9 @@ class Scene:
         if host in self.nodes:
             return host
         short = host.split(".")[0]
-        near = [node for node in self.nodes if node.split(".")[0] == short and not host[0].isdigit()]
+        near = [
+            node for node in self.nodes if node.split(".")[0] == short and not host[0].isdigit()
+        ]
         return near[0] if len(near) == 1 else None
 
     def is_multi(self) -> bool:
@@ -158,7 +166,11 @@ def numbers_in(text: str) -> set[int]:
     """``0-2 and 4, 7`` as a set."""
     found: set[int] = set()
     for first, last in _NUMBERS.findall(text):
-        found |= set(range(int(first), int(last or first) + 1)) if int(last or first) - int(first) < 10**5 else set()
+        found |= (
+            set(range(int(first), int(last or first) + 1))
+            if int(last or first) - int(first) < 10**5
+            else set()
+        )
     return found
 
 
@@ -183,7 +195,9 @@ def _places(scene: Scene) -> None:
             if node and address not in scene.nodes:
                 scene.addresses.setdefault(address, node)
         for found in _IS_PID.finditer(text) if "pid" in text else ():
-            scene.pids[line.node or scene.node_of(int(found["rank"])), int(found["pid"])] = int(found["rank"])
+            scene.pids[line.node or scene.node_of(int(found["rank"])), int(found["pid"])] = int(
+                found["rank"]
+            )
         if line.node and "Using" in text and (found := _USES.search(text)):
             scene.addresses.setdefault(found["address"] or found["a2"], line.node)
 
@@ -235,7 +249,11 @@ def _whom(found: re.Match[str], line: Line, scene: Scene) -> set[int]:
 
 def _life(scene: Scene) -> None:
     for line in scene.lines:
-        if line.source == "heartbeat" and line.rank is not None and (found := _BEAT.search(line.text)):
+        if (
+            line.source == "heartbeat"
+            and line.rank is not None
+            and (found := _BEAT.search(line.text))
+        ):
             scene.beats.append(
                 Beat(
                     line.rank, int(found["step"]) if found["step"] else None, found["phase"] or "",

@@ -28,8 +28,12 @@ _LOSS = re.compile(
 )
 _SUM = re.compile(r"(?i)\brank (\d+)[ =:]+(?:0x)?([0-9a-f]{6,64})\b")
 _COMPUTE = re.compile(r"\bcompute_s=(?P<compute>[\d.]+)(?:.*?\bwait_s=(?P<wait>[\d.]+))?")
-_TREND = re.compile(r"(?i)\bloss[ =:]+(?P<loss>[\d.]+)[^\n]{0,20}\b(?:trend|average|mean|expected)[ =:]+(?P<level>[\d.]+)")
-_COLLECTIVE = re.compile(r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|comm|wait")
+_TREND = re.compile(
+    r"(?i)\bloss[ =:]+(?P<loss>[\d.]+)[^\n]{0,20}\b(?:trend|average|mean|expected)[ =:]+(?P<level>[\d.]+)"
+)
+_COLLECTIVE = re.compile(
+    r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|comm|wait"
+)
 
 
 @dataclass(frozen=True)

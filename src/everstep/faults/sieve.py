@@ -161,4 +161,11 @@ def _by_line(text: str) -> str:
 
 
 def _loose(text: str) -> str:
-    return text.replace("|^", "|").removeprefix("^").replace("(?:^|", "(?:").replace("$)", ")").replace("$|", "|").removesuffix("$")
+    return (
+        text.replace("|^", "|")
+        .removeprefix("^")
+        .replace("(?:^|", "(?:")
+        .replace("$)", ")")
+        .replace("$|", "|")
+        .removesuffix("$")
+    )

@@ -12,17 +12,23 @@ from dataclasses import dataclass
 
 from everstep.faults.lines import Line
 
-_THREAD = re.compile(r'^\s*(?:Current thread|Thread)\b.*|^Process \d+')
+_THREAD = re.compile(r"^\s*(?:Current thread|Thread)\b.*|^Process \d+")
 _PYSPY = re.compile(r"^\s*(?P<name>[\w.<>:~ ]+?) \((?P<file>[^()]+?)(?::(?P<line>\d+))?\)\s*$")
 _FAULT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-_GDB = re.compile(r"^\s*#\d+\s+(?:0x[0-9a-f]+ in )?(?P<name>[\w:~<>]+).*?(?:(?:from|at) (?P<file>\S+))?$")
+_GDB = re.compile(
+    r"^\s*#\d+\s+(?:0x[0-9a-f]+ in )?(?P<name>[\w:~<>]+).*?(?:(?:from|at) (?P<file>\S+))?$"
+)
 _KERNEL = re.compile(r"^\s*(?:\[<[0-9a-f]+>\] )?(?P<name>[a-z_]\w+)\+0x[0-9a-f]+/0x[0-9a-f]+")
 _COLLECTIVE = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_scatter|broadcast|barrier|all_to_all|\bsend\b|\brecv\b|isend|irecv"
     r"|_wait|\bwait\b|scatter|gather|nccl(?!CommAbort)|gloo|synchronize|c10d"
 )
-_DISTRIBUTED = re.compile(r"torch/(?:distributed|cuda)|distributed_c10d|libnccl|libgloo|nccl|gloo|libtorch")
-_ABORT = re.compile(r"ncclCommAbort|commFree|ncclProxyStop|ncclCommDestroy|abort_process_group|_abort\b")
+_DISTRIBUTED = re.compile(
+    r"torch/(?:distributed|cuda)|distributed_c10d|libnccl|libgloo|nccl|gloo|libtorch"
+)
+_ABORT = re.compile(
+    r"ncclCommAbort|commFree|ncclProxyStop|ncclCommDestroy|abort_process_group|_abort\b"
+)
 _STORAGE = re.compile(
     r"nfs|rpc_wait|lustre|ll_|cl_io|ceph|fuse|s3fs|gcsfs|botocore|obstore|io_schedule|wait_on_page|fsync"
     r"|jbd2|xfs_|ext4_|blk_|folio_wait|_async_reader|fsspec"
@@ -57,7 +63,9 @@ class Stack:
     @property
     def where(self) -> str:
         """The innermost frame of the program."""
-        own = [f for f in self.frames if "/" in f[1] and not re.search(r"^torch/|site-packages", f[1])]
+        own = [
+            f for f in self.frames if "/" in f[1] and not re.search(r"^torch/|site-packages", f[1])
+        ]
         name, file = (own or self.frames or ((("?"), ""),))[0]
         return f"{file} {name}".strip()
 
@@ -89,7 +97,9 @@ def outliers(stacks: list[Stack]) -> list[Stack]:
 
 
 def _latest(dumps: dict[int, list[Line]]) -> list[Line]:
-    return max(dumps.values(), key=lambda lines: (lines[0].time or 0.0, [line.text for line in lines]))
+    return max(
+        dumps.values(), key=lambda lines: (lines[0].time or 0.0, [line.text for line in lines])
+    )
 
 
 def _stack(rank: int, lines: list[Line]) -> Stack:
@@ -100,8 +110,10 @@ def _stack(rank: int, lines: list[Line]) -> Stack:
             threads[-1].append(found)
         elif _THREAD.match(line.text):
             threads.append([])
-            if "MainThread" in line.text or "most recent call first" in line.text and (
-                "Current thread" in line.text
+            if (
+                "MainThread" in line.text
+                or "most recent call first" in line.text
+                and ("Current thread" in line.text)
             ):
                 main = len(threads) - 1
     frames = threads[main] or max(threads, key=len)

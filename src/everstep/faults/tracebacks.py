@@ -13,8 +13,12 @@ from dataclasses import dataclass
 
 from everstep.faults.lines import Line
 
-_HEAD = re.compile(r"^\s*(?:\+ )?(?:Original |Exception Group )?Traceback \(most recent call last\):")
-_FRAME = re.compile(r'^\s*(?:\| )*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>\S+))?')
+_HEAD = re.compile(
+    r"^\s*(?:\+ )?(?:Original |Exception Group )?Traceback \(most recent call last\):"
+)
+_FRAME = re.compile(
+    r'^\s*(?:\| )*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>\S+))?'
+)
 _RAISED = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z_]\w*(?:Error|Exception|Interrupt|Exit|Abort|Timeout|Invalid"
     r"|Closed|NotFound|Refused|Fault|Corrupt\w*|Failed|Warning|Iteration|Group|ed))"

@@ -27,7 +27,9 @@ from everstep.faults.series import odd_sum_in, silent_in, spike_in, straggler_in
 from everstep.faults.stacks import Stack, outliers, stacks_in
 
 _NAMES = ("NCCL_REMOTE_ERROR", "GLOO_CONN_CLOSED")
-_ABSENT = re.compile(r"(?i)\b(?:absent|missing|not joined|did not join|waiting for|no news of)[:,]? (?:agents? |nodes? |of )*(?P<node>[\w.-]+)")
+_ABSENT = re.compile(
+    r"(?i)\b(?:absent|missing|not joined|did not join|waiting for|no news of)[:,]? (?:agents? |nodes? |of )*(?P<node>[\w.-]+)"
+)
 
 
 def stack_candidates(found: Found) -> list[Candidate]:
@@ -102,7 +104,9 @@ def noted_candidates(found: Found) -> list[Candidate]:
     for fault in ("ROCE_ECMP_SLOW", "STRAGGLER", "LOSS_SPIKE", "ABORT_HANG"):
         facts = found.of(fault)
         if facts:
-            level = {"fatal": OUTLIER, "degraded": WATCHDOG - 1, "notice": NOTICE}[facts[0].severity]
+            level = {"fatal": OUTLIER, "degraded": WATCHDOG - 1, "notice": NOTICE}[
+                facts[0].severity
+            ]
             ranks = frozenset(fact.rank for fact in facts if fact.rank is not None)
             made.append(found.made(fault, level, facts, ranks=ranks))
     return made
@@ -187,9 +191,7 @@ def peer_candidates(found: Found) -> list[Candidate]:
         if fault in _NAMES:
             made += _named(found, fault, votes)
         elif fault in ("RDZV_TIMEOUT", "DNS_BOOTSTRAP"):
-            made.append(
-                found.made(fault, PEER, own, node=_absent(found, fault), **_deepest(own))
-            )
+            made.append(found.made(fault, PEER, own, node=_absent(found, fault), **_deepest(own)))
         else:
             ranks = frozenset(f.rank for f in own if f.rank is not None)
             made.append(
