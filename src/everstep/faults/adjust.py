@@ -18,6 +18,8 @@ from everstep.faults.series import silent_in
 
 LATE_S = 3600.0
 """Seconds of an attempt after which its credentials were good once."""
+POD_S = 600.0
+"""Seconds within which facts of several nodes of a pod are one."""
 _STORED = re.compile(
     r"(?i)\b(?:uploaded|checkpoint[^\n]{0,40}(?:saved|written|committed|uploaded))\b"
 )
@@ -90,6 +92,20 @@ def spread_over(group: list[Candidate], found: Found) -> Candidate | None:
         first, facts=facts, node=None, ranks=frozenset() if everywhere else ranks, nodes=nodes,
         why=f"the same on {len(nodes)} nodes",
     )  # fmt: skip
+
+
+def of_pod(group: list[Candidate], found: Found) -> Candidate | None:
+    """Several nodes of one pod within ten minutes: the pod is blamed, not its nodes."""
+    pods = {found.scene.incident.pods.get(candidate.node or "", "") for candidate in group}
+    times = [candidate.time for candidate in group if candidate.time is not None]
+    if len(pods) != 1 or "" in pods or (times and max(times) - min(times) > POD_S):
+        return None
+    deepest = max(group, key=lambda candidate: (candidate.depth, candidate.node or ""))
+    nodes = frozenset(candidate.node for candidate in group if candidate.node)
+    ranks = frozenset(rank for node in nodes for rank in found.scene.ranks_of(node))
+    pod = pods.pop()
+    return replace(deepest, node=None, nodes=nodes, ranks=ranks, pod=pod,
+                   why=f"{len(nodes)} nodes of {pod} within ten minutes")  # fmt: skip
 
 
 def step_of(scene: Scene, candidate: Candidate) -> int | None:

@@ -35,9 +35,17 @@ _NOISE = re.compile(
 )
 _KILLED = re.compile(
     r"(?i)DataLoader worker \(pids?\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly|is killed by signal: (?:Killed|Terminated|Hangup|Interrupt))"
-    r"|actor died|worker (?:died|crashed)|was killed|process \d+ terminated with"
+    r"|actor died|worker (?:died|crashed)|was killed|process \d+ terminated with|/tmp/pymp-"
 )
 """Messages of exceptions that only tell of another process's end."""
+_WELL = re.compile(
+    r"(?i)\b(?:ok|healthy|passed|complete|readable|succeeds?|within limits)\b\W*$"
+)
+_QUIET = re.compile(
+    r"^\[?[WID]\d{3,4} |^\[W |^\[?(?:INFO|DEBUG|WARNING|WARN|TRACE)\b"
+    r"|(?:^|[^L] |[^ ])\b(?:INFO|DEBUG|WARNING|WARN)\b ?[:\]|-]"
+    r"|(?i:\bretry(?:ing)?\b|\bwill be retried\b|(?:User|Future|Deprecation|Runtime)Warning)"
+)
 _PEER = re.compile(
     r"(?:DistBackendError|DistNetworkError|DistStoreError|DistError|Rendezvous\w+|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ConnectionRefusedError|EOFError)$"
@@ -67,6 +75,7 @@ class Candidate:
     why: str = ""
     survivable: bool = False
     nodes: frozenset[str] = frozenset()
+    pod: str = ""
 
     @property
     def time(self) -> float | None:
@@ -120,7 +129,7 @@ class Found:
 def find(scene: Scene, catalog: Catalog) -> Found:
     """Match all lines, and give exceptions their class."""
     found = Found(scene, catalog, facts_of(scene.lines, catalog), raised_in(scene.lines))
-    found.facts = [fact for fact in _with_exceptions(found) if not _is_setup(fact, scene)]
+    found.facts = [fact for fact in _with_exceptions(found) if not _is_aside(fact)]
     found.span = _span(found)
     found.past = earlier(scene.past + scene.commits, catalog)
     found.stuck = stuck_in(scene.lines)
@@ -230,16 +239,16 @@ def _said(raised: Raised) -> str:
     return f"{raised.type}: {raised.message}" if raised.message else raised.type
 
 
-def _is_setup(fact: Fact, scene: Scene) -> bool:
-    """Facts of what a supervisor only tells: it found nothing wrong with a device or a file."""
-    del scene
+def _is_aside(fact: Fact) -> bool:
+    """Lines that only mention a fault of the program: a supervisor that found all well, a warning,
+    a retry that may still succeed. What really ended it comes as an exception."""
     text = fact.line.text
-    return fact.line.source == "agent" and bool(
-        re.search(
-            r"(?i)\b(?:ok|healthy|passed|complete|readable|succeeds?|within limits)\b\W*$", text
-        )
-        and fact.kind == "program"
-    )
+    if fact.kind != "program" or fact.message:
+        return False
+    if fact.line.source == "agent":
+        return _WELL.search(text) is not None
+    exempt = fact.survivable or fact.fault == "NAN_INF" or fact.line.source != "log"
+    return not exempt and _QUIET.search(text) is not None
 
 
 def _survived(fact: Fact, scene: Scene) -> bool:

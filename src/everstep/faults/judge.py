@@ -169,6 +169,8 @@ def _of_several(group: list[Candidate], found: Found) -> Candidate | None:
     )
     if len(group) == 1:
         return group[0]
+    if pod := adjust.of_pod(group, found):
+        return pod
     if len({candidate.fault for candidate in group}) == 1:
         return adjust.spread_over(group, found)
     first, second = group[0], group[1]
@@ -242,6 +244,8 @@ def _victims(found: Found, chosen: Candidate | None) -> tuple[int, ...]:
 
 
 def _root_domain(chosen: Candidate) -> RootDomain:
+    if chosen.pod:
+        return "pod"
     if chosen.place == "gpu" and (chosen.ranks or chosen.node):
         return "gpu"
     if chosen.place in ("node", "switch") or (chosen.node and not chosen.ranks):

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from everstep.faults.records import Signal, Source
 
 LONGEST = 8192
@@ -24,6 +26,8 @@ WIDTHS = frozenset((80, 100, 120, 132, 140, 150, 160, 180, 200, 220, 240, 256))
 
 _ANSI = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_SAID = ("log", "message", "msg", "text", "exc_info", "exception", "stack_trace", "traceback")
+"""Keys under which loggers keep what was said."""
 _BREAK = re.compile(r"\r\n|\n|\r|\x85|\u2028|\u2029")
 _STAMP = (
     r"\[?\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?(?: [A-Z]+\d+)*\]?|\[\d{3,7}\](?= \[)|"
@@ -72,6 +76,8 @@ def clean(text: str) -> list[str]:
     is a line of its own. Empty lines are left out."""
     if "\x1b" in text:
         text = _ANSI.sub("", text)
+    if '{"' in text:
+        text = "\n".join(_unpacked(line) for line in text.split("\n"))
     return [
         _bounded(_CONTROL.sub("", line))
         for line in _BREAK.split(text)
@@ -86,6 +92,18 @@ def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) 
     labels = signal.source in ("log", "slurm") and _labels(raw)
     for order, text in enumerate(_joined(raw)):
         yield _stripped(replace(base, text=text, order=order), labels, nodes)
+
+
+def _unpacked(line: str) -> str:
+    """What a collector or a logger wrapped as an object of JSON."""
+    if not line.startswith('{"') or len(line) > 1 << 20:
+        return line
+    try:
+        record = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return line
+    said = [record[key] for key in _SAID if isinstance(record.get(key), str)]
+    return "\n".join(part.rstrip("\n") for part in said) or line
 
 
 def _bounded(line: str) -> str:

@@ -25,6 +25,10 @@ _RAISED = re.compile(
     r"(?:: ?(?P<message>.*))?$"
 )
 _ANY = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: ?(?P<message>.*))?$")
+_BOXED = re.compile(r"^\s*[│|] (?:❱ )?(?P<file>/\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
+_IGNORED = re.compile(
+    r"^(?:Exception ignored in|Error in atexit|Exception in thread .*(?:pin_memory|QueueFeeder))"
+)
 _LINKED = re.compile(
     r"During handling of the above exception|The above exception was the direct cause"
 )
@@ -63,12 +67,14 @@ def raised_in(lines: Iterable[Line]) -> list[Raised]:
 def _of_stream(lines: list[Line]) -> list[Raised]:
     found: list[Raised] = []
     frames: list[re.Match[str]] = []
-    inside = False
+    inside = ignored = False
     for line in lines:
         text = line.text
-        if _HEAD.match(text):
+        if _IGNORED.match(text):
+            ignored = True
+        elif _HEAD.match(text):
             inside, frames = True, []
-        elif frame := _FRAME.match(text):
+        elif frame := _FRAME.match(text) or _BOXED.match(text):
             inside = True
             frames.append(frame)
         elif _LINKED.search(text):
@@ -76,8 +82,9 @@ def _of_stream(lines: list[Line]) -> list[Raised]:
                 last = found.pop()
                 found.append(Raised(last.line, last.type, last.message, last.frame, True))
         elif raised := _raised(text, inside):
-            found.append(Raised(line, raised["type"], raised["message"] or "", _where(frames)))
-            inside, frames = False, []
+            if not ignored:
+                found.append(Raised(line, raised["type"], raised["message"] or "", _where(frames)))
+            inside, ignored, frames = False, False, []
     return found
 
 
