@@ -129,6 +129,10 @@ class Found:
 def find(scene: Scene, catalog: Catalog) -> Found:
     """Match all lines, and give exceptions their class."""
     found = Found(scene, catalog, facts_of(scene.lines, catalog), raised_in(scene.lines))
+    ignored = {(raised.line.signal, raised.line.order) for raised in found.raised if raised.ignored}
+    found.facts = [fact for fact in found.facts
+                   if (fact.line.signal, fact.line.order) not in ignored]  # fmt: skip
+    found.raised = [raised for raised in found.raised if not raised.ignored]
     found.facts = [fact for fact in _with_exceptions(found) if not _is_aside(fact)]
     found.span = _span(found)
     found.past = earlier(scene.past + scene.commits, catalog)

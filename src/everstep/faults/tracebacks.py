@@ -42,13 +42,14 @@ _LEVEL = re.compile(r"^(?:ERROR|CRITICAL|FATAL)?[:| -]*")
 class Raised:
     """One exception of one rank. ``line`` is the line with its type; ``frame`` the last frame of the
     program (``file:line name``), or of anything where there is none. ``chained``: another one
-    followed it in one chain."""
+    followed it in one chain. ``ignored``: Python itself said that it was ignored."""
 
     line: Line
     type: str
     message: str
     frame: str
     chained: bool = False
+    ignored: bool = False
 
     @property
     def name(self) -> str:
@@ -82,8 +83,8 @@ def _of_stream(lines: list[Line]) -> list[Raised]:
                 last = found.pop()
                 found.append(Raised(last.line, last.type, last.message, last.frame, True))
         elif raised := _raised(text, inside):
-            if not ignored:
-                found.append(Raised(line, raised["type"], raised["message"] or "", _where(frames)))
+            said = raised["message"] or ""
+            found.append(Raised(line, raised["type"], said, _where(frames), ignored=ignored))
             inside, ignored, frames = False, False, []
     return found
 
