@@ -83,7 +83,7 @@ class Stuck:
             return set()
         most = Counter(self.queued.values()).most_common()
         top = max(self.queued.values())
-        if len(most) < 2 or most[0][0] != top and most[0][1] > 1:
+        if len(most) < 2 or (most[0][0] != top and most[0][1] > 1):
             return set()
         low = {rank for rank, queued in self.queued.items() if queued < top}
         return low if len(low) < len(self.queued) - len(low) else set()

@@ -20,12 +20,11 @@ from everstep.faults.candidates import (
     PROGRAM,
     Candidate,
     Found,
-    external_ends,
-    find,
-    node_candidates,
-    program_candidates,
 )
 from everstep.faults.catalog import Catalog
+from everstep.faults.find import find
+from everstep.faults.places import node_candidates
+from everstep.faults.programs import external_ends, program_candidates
 from everstep.faults.records import UNKNOWN, Evidence, Incident, RootDomain, Signal, Verdict
 from everstep.faults.scene import Scene, scene_of
 from everstep.faults.waiting import (

@@ -124,7 +124,7 @@ def _joined(raw: list[str]) -> list[str]:
     """Lines that a terminal broke at its width are one again."""
     width = max(map(len, raw), default=0)
     full = sum(len(line) == width for line in raw)
-    if width < NARROWEST or full < 2 and width not in WIDTHS:
+    if width < NARROWEST or (full < 2 and width not in WIDTHS):
         return raw
     whole: list[str] = []
     open_line = False

@@ -57,6 +57,12 @@ class Fact:
         return frozenset() if self.rank is None else frozenset((self.rank,))
 
     @property
+    def key(self) -> tuple[float, float, int, str]:
+        """The more specific first, then the earlier."""
+        time = self.line.time if self.line.time is not None else 0.0
+        return (-self.depth, time, self.line.order, self.line.text)
+
+    @property
     def node(self) -> str | None:
         return self.groups.get("node") or self.line.node
 

@@ -47,7 +47,7 @@ class Stack:
     def waits(self) -> bool:
         """Whether it stands in a collective, where waiting for others is right."""
         return not self.aborts and any(
-            _COLLECTIVE.search(name) and _DISTRIBUTED.search(file) or "ncclKernel" in name
+            (_COLLECTIVE.search(name) and _DISTRIBUTED.search(file)) or "ncclKernel" in name
             for name, file in self.frames[:6]
         )
 
@@ -110,10 +110,8 @@ def _stack(rank: int, lines: list[Line]) -> Stack:
             threads[-1].append(found)
         elif _THREAD.match(line.text):
             threads.append([])
-            if (
-                "MainThread" in line.text
-                or "most recent call first" in line.text
-                and ("Current thread" in line.text)
+            if "MainThread" in line.text or (
+                "most recent call first" in line.text and ("Current thread" in line.text)
             ):
                 main = len(threads) - 1
     frames = threads[main] or max(threads, key=len)

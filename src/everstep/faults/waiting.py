@@ -18,11 +18,11 @@ from everstep.faults.candidates import (
     WATCHDOG,
     Candidate,
     Found,
-    of_end,
 )
 from everstep.faults.exits import ABORT
 from everstep.faults.match import Fact
 from everstep.faults.peers import Vote, vote
+from everstep.faults.programs import of_end
 from everstep.faults.series import odd_sum_in, silent_in, spike_in, straggler_in
 from everstep.faults.stacks import Stack, outliers, stacks_in
 
