@@ -4,8 +4,8 @@ Owns: the classes, their stable codes (``EVS-nnn``) and what a handler may do wi
 (``retryable``, ``blame``). Never does: I/O, formatting for a terminal. Called by: every room.
 
 Numbering: 1xx the caller's arguments or objects, 2xx the store, 3xx snapshots and the keeper,
-4xx restore, 5xx the agent, 6xx the drill, 7xx the benchmarks, 8xx the judgement of faults. A code is never reused for another
-meaning.
+4xx restore, 5xx the agent, 6xx the drill, 7xx the benchmarks, 8xx the judgement of faults. A code
+is never reused for another meaning.
 """
 
 from __future__ import annotations
@@ -237,21 +237,13 @@ class BenchError(EverstepError):
     code: ClassVar[str] = "EVS-700"
 
 
-class FaultError(EverstepError):
-    """What failed could not be judged."""
+class BadCatalog(UsageError):
+    """A file of failure signatures cannot be used; file and entry are named."""
 
     code: ClassVar[str] = "EVS-800"
 
 
-class BadCatalog(FaultError, ValueError):
-    """A file of failure signatures cannot be used; file and entry are named."""
-
-    code: ClassVar[str] = "EVS-801"
-    blame: ClassVar[Blame] = "user"
-
-
-class BadIncident(FaultError, ValueError):
+class BadIncident(UsageError):
     """A file of incidents cannot be read; file and line are named."""
 
-    code: ClassVar[str] = "EVS-802"
-    blame: ClassVar[Blame] = "user"
+    code: ClassVar[str] = "EVS-801"

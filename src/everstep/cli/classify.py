@@ -53,7 +53,7 @@ def command(
 ) -> int:
     """Say what failed in FILES: plain logs (one merged log is one incident) or lines of JSON.
 
-    Exit code 0; 1 when some verdict is unknown.
+    Exit code 0; 1 when some verdict is unknown; 2 for a file that cannot be read or used.
     """
     catalog = load(*extra)
     if labelled is not None:

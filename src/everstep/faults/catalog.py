@@ -4,8 +4,8 @@ Owns: the form of the files, its checks, the compiled patterns. Never does: look
 :mod:`everstep.faults.match`, :mod:`everstep.faults.judge`, the commands.
 
 A pattern is a regular expression of RE2: it has no backreference and no look-around, and no text
-can make it slow. Its groups named ``rank``, ``ranks``, ``node``, ``address``, ``pci``, ``pid``, ``path``
-and ``step`` say where it happened; ``ranks`` goes before the rank that said it.
+can make it slow. Its groups named ``rank``, ``ranks``, ``node``, ``address``, ``pci``, ``pid``,
+``path`` and ``step`` say where it happened; ``ranks`` goes before the rank that said it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _FOLLOWS = "(?i)caused by previous xid"
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way in which a class shows. What is None is as its class says. ``re`` or ``xid``: NVIDIA's
-    numbers, in all the forms in which programs print them. ``unless``: a line that matches this one,
-    too, is another thing. ``sources``: where alone it counts (empty: anywhere)."""
+    """One way in which a class shows. What is None is as its class says. ``re`` or ``xid``:
+    NVIDIA's numbers, in all the forms in which programs print them. ``unless``: a line that matches
+    this one, too, is another thing. ``sources``: where alone it counts (empty: anywhere)."""
 
     re: str = ""
     xid: tuple[int, ...] = ()
@@ -102,8 +102,8 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 def load(*extra: Path) -> Catalog:
-    """The catalogue that comes along, with the files of a user on top: their patterns are looked for
-    first, and a class of theirs replaces the defaults of one of the same name. Raises
+    """The catalogue that comes along, with the files of a user on top: their patterns are looked
+    for first, and a class of theirs replaces the defaults of one of the same name. Raises
     :class:`~everstep.errors.BadCatalog`, which names file and entry."""
     if not extra:
         return _own()
@@ -193,7 +193,8 @@ def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
         fault.name, domain, entry.action or fault.action, entry.kind or fault.kind,
         entry.place or fault.place, entry.severity or fault.severity, entry.role or fault.role,
         fault.depth if entry.depth is None else entry.depth, frozenset(entry.sources),
-        fault.survivable if entry.survivable is None else entry.survivable, text, regex, _compiled(where, unless) if unless else None,
+        fault.survivable if entry.survivable is None else entry.survivable, text, regex,
+        _compiled(where, unless) if unless else None,
     )  # fmt: skip
 
 

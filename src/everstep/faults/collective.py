@@ -16,28 +16,34 @@ from everstep.faults.scene import numbers_in
 
 _RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\] ")
 _WORK = re.compile(
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+), NumelOut=(?P<out>\d+))?"
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+),"
+    r" NumelOut=(?P<out>\d+))?"
 )
 _FINGERPRINT = re.compile(
-    r"(?i)Rank (?P<rank>\d+) is running (?:collective: )?(?:CollectiveFingerPrint\()?(?:SequenceNumber=(?P<seq>\d+), ?)?"
+    r"(?i)Rank (?P<rank>\d+) is running (?:collective:"
+    r" )?(?:CollectiveFingerPrint\()?(?:SequenceNumber=(?P<seq>\d+), ?)?"
     r"OpType=(?P<op>\w+)(?:, ?TensorShape=\[(?P<shape>[\d, ]*)\])?"
 )
 _STATUS = re.compile(
-    r"(?i)last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"
+    r"(?i)last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work:"
+    r" (?P<done>-?\d+)"
 )
 _GROUP = re.compile(r"PG (?:ID|GUID) (?P<id>\w+)(?: PG GUID (?P<guid>\w+))?")
 _MISSING = re.compile(
-    r"(?i)\bmissing ranks?:?\s*[{\[(]?(?P<ranks>\d[\d, ]*)[}\])]?|ranks? (?P<r2>[\d, ]+) (?:did not join|never joined|(?:is|are) missing)"
+    r"(?i)\bmissing ranks?:?\s*[{\[(]?(?P<ranks>\d[\d, ]*)[}\])]?"
+    r"|ranks? (?P<r2>[\d, ]+) (?:did not join|never joined|(?:is|are) missing)"
 )
 _BARRIER = re.compile(
-    r"(?i)\bRanks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier|Caused by:? .*rank (?P<r2>\d+)"
+    r"(?i)\bRanks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier"
+    r"|Caused by:? .*rank (?P<r2>\d+)"
 )
 _GIL = re.compile(r"(?i)could not acquire GIL")
 _FIRST = re.compile(r"(?i)First PG on this rank (?:to signal dumping|that detected)")
 _OBSERVED = re.compile(r"(?i)Observed flight recorder dump signal|Received a dump signal")
 _FROM = re.compile(r"(?i)due to a collective timeout from\s+rank (?P<rank>\d+)")
 _CULPRIT = re.compile(
-    r"(?i)(?:culprit|laggard|suspect(?:ed)?|straggl\w+|not (?:yet )?joined|waiting for)[^\n]{0,20}\branks?:? ?[{\[(]?(?P<ranks>\d[\d, ]*)"
+    r"(?i)(?:culprit|laggard|suspect(?:ed)?|straggl\w+|not (?:yet )?joined"
+    r"|waiting for)[^\n]{0,20}\branks?:? ?[{\[(]?(?P<ranks>\d[\d, ]*)"
 )
 
 

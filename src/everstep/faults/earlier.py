@@ -20,7 +20,8 @@ LOOP = 3
 _ATTEMPT = re.compile(r"(?i)\battempts? (?P<numbers>\d+(?: ?(?:-|to|,|and) ?\d+)*)")
 _START = re.compile(r"(?i)\bstart(?:ed|s)?(?: at)? step (?P<step>\d+)")
 _NONE = re.compile(
-    r"(?i)\bno (?:new(?:er)? )?(?:committed |new |newer )?(?:checkpoint|commit|step|progress)|nothing (?:was )?committed"
+    r"(?i)\bno (?:new(?:er)? )?(?:committed |new |newer )?(?:checkpoint|commit|step|progress)"
+    r"|nothing (?:was )?committed"
     r"|without (?:a |any )?(?:new |newer )?(?:commit\w*|checkpoint|progress)"
     r"|last (?:committed|checkpoint) (?:step )?\d* ?(?:step \d+ )?in (?:all|both|each)"
 )

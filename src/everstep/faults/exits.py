@@ -26,18 +26,22 @@ _FAILED = re.compile(
 )
 
 _SRUN = re.compile(
-    r"srun: error: (?P<node>[\w.-]+): tasks? (?P<ranks>\d[\d,-]*): (?:Exited with exit code (?P<code>\d+)"
-    r"|(?P<how>Killed|Terminated|Segmentation fault|Bus error|Aborted|Illegal instruction|Out Of Memory|Floating point exception))"
+    r"srun: error: (?P<node>[\w.-]+): tasks? (?P<ranks>\d[\d,-]*): (?:Exited with exit code"
+    r" (?P<code>\d+)"
+    r"|(?P<how>Killed|Terminated|Segmentation fault|Bus error|Aborted|Illegal instruction"
+    r"|Out Of Memory|Floating point exception))"
 )
 _SIGNALS = {
     "killed": 9, "terminated": 15, "segmentation fault": 11, "bus error": 7, "aborted": 6,
     "illegal instruction": 4, "out of memory": 9, "floating point exception": 8,
 }  # fmt: skip
 _MPI = re.compile(
-    r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>[\w.-]+) exited (?:on signal (?P<signal>\d+)|with (?:exit )?code (?P<code>\d+))"
+    r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>[\w.-]+) exited (?:on signal"
+    r" (?P<signal>\d+)|with (?:exit )?code (?P<code>\d+))"
 )
 _SPAWN = re.compile(
-    r"(?:^|: )process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))"
+    r"(?:^|: )process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)"
+    r"|exit code (?P<code>\d+))"
     r"|^-- Process (?P<rank2>\d+) terminated with the following error"
 )
 _NAMES = frozenset(signal.Signals.__members__)
@@ -45,7 +49,8 @@ _DEEPSPEED = re.compile(
     r"--local[_-]rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)"
 )
 _LIGHTNING = re.compile(
-    r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"
+    r"\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code"
+    r" (?P<code>-?\d+)"
 )
 
 

@@ -25,7 +25,8 @@ _NOISE = re.compile(
 
 
 _KILLED = re.compile(
-    r"(?i)DataLoader worker \(pids?\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly|is killed by signal: (?:Killed|Terminated|Hangup|Interrupt))"
+    r"(?i)DataLoader worker \(pids?\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly"
+    r"|is killed by signal: (?:Killed|Terminated|Hangup|Interrupt))"
     r"|actor died|worker (?:died|crashed)|was killed|process \d+ terminated with|/tmp/pymp-"
 )
 """Messages of exceptions that only tell of another process's end."""
@@ -48,7 +49,8 @@ _PEER = re.compile(
 
 
 _CUDA = re.compile(
-    r"(?i)\bCUDA (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup|TCPStore|\bc10d\b"
+    r"(?i)\bCUDA (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup"
+    r"|TCPStore|\bc10d\b"
     r"|^(?:Socket Timeout|Broken pipe|Connection (?:reset|refused|closed|timed out))"
 )
 
@@ -123,10 +125,8 @@ def _is_aside(fact: Fact) -> bool:
 
 def _span(found: Found) -> tuple[float, float] | None:
     """When it failed: from the first to the last end or error, less the time that was waited."""
-    times: list[float] = []
-    for end in found.scene.ends.values():
-        if end.code != 0 and end.time is not None:
-            times.append(end.time)
+    ends = found.scene.ends.values()
+    times = [end.time for end in ends if end.code != 0 and end.time is not None]
     for fact in found.facts:
         if fact.kind in ("program", "peer", "watchdog") and fact.line.time is not None:
             waited = _RAN.search(fact.line.text)

@@ -58,7 +58,8 @@ def all_candidates(found: Found) -> list[Candidate]:
     made = [
         *node_candidates(found), *program_candidates(found), *stack_candidates(found),
         *external_ends(found), *collective_candidates(found), *peer_candidates(found),
-        *beat_candidates(found), *series_candidates(found), *noted_candidates(found), *signal_candidates(found),
+        *beat_candidates(found), *series_candidates(found), *noted_candidates(found),
+        *signal_candidates(found),
     ]  # fmt: skip
     settled = [adjust.settled(candidate, found) for candidate in made]
     return [candidate for candidate in settled if candidate.level > 0]
@@ -162,7 +163,8 @@ def _of_nodes(strong: list[Candidate], found: Found) -> tuple[Candidate | None, 
 
 
 def _of_several(group: list[Candidate], found: Found) -> Candidate | None:
-    """Of several nodes: the same fault on all, the earlier by more than clocks differ, the deeper."""
+    """Of several nodes: the same fault on all, the earlier by more than clocks differ, the
+    deeper."""
     group = sorted(
         group, key=lambda c: (c.time if c.time is not None else 0.0, -c.depth, c.node or "")
     )

@@ -30,14 +30,17 @@ _SAID = ("log", "message", "msg", "text", "exc_info", "exception", "stack_trace"
 """Keys under which loggers keep what was said."""
 _BREAK = re.compile(r"\r\n|\n|\r|\x85|\u2028|\u2029")
 _STAMP = (
-    r"\[?\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?(?: [A-Z]+\d+)*\]?|\[\d{3,7}\](?= \[)|"
+    r"\[?\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?(?: [A-Z]+\d+)*\]?"
+    r"|\[\d{3,7}\](?= \[)|"
     r"\[\d\d:\d\d:\d\d(?:[.,]\d+)?\]"
 )
 _PREFIX = re.compile(
     r"(?P<rank>\[rank:? ?(?P<r1>\d+)\]:? ?|\[\d+,(?P<r2>\d+)\]<std(?:err|out)>: ?)"
     r"|(?P<local>\[[A-Za-z_]\w*?(?P<l1>\d+)\]: ?)"
-    r"|(?P<syslog>(?:<\d+>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<host>[\w.-]+) (?=[\w./-]+(?:\[\d+\])?: )|(?P<host2>[\w.-]+) kernel: (?=\[|[A-Z]))"
-    r"|(?P<collector>\[(?:pod/)?[\w.-]+/[\w.-]+\] |pod/[\w.-]+ |[\w.-]+ +\| |\(\w+ pid=\d+(?:, ip=[\d.]+)?\) "
+    r"|(?P<syslog>(?:<\d+>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<host>[\w.-]+)"
+    r" (?=[\w./-]+(?:\[\d+\])?: )|(?P<host2>[\w.-]+) kernel: (?=\[|[A-Z]))"
+    r"|(?P<collector>\[(?:pod/)?[\w.-]+/[\w.-]+\] |pod/[\w.-]+ |[\w.-]+ +\| "
+    r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\) "
     r"|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d) std(?:out|err) [FP] |kernel: (?=\[ *\d+\.\d+\] ))"
     rf"|(?P<stamp>(?:{_STAMP}) *(?:[-|] )?)"
     r"|(?P<uptime>\[ *\d+\.\d{6}\] )"
@@ -50,8 +53,10 @@ _STARTS = re.compile(
     r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d"
 )
 _KERNEL = re.compile(
-    r"^(?:kernel: |NVRM: |nvidia-nvswitch|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport |oom-kill:"
-    r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error|blk_update_)"
+    r"^(?:kernel: |NVRM: |nvidia-nvswitch|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport "
+    r"|oom-kill:"
+    r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error"
+    r"|blk_update_)"
 )
 _SLURM = re.compile(r"^(?:slurmstepd|srun|slurmd|slurmctld|sbatch|salloc): ")
 

@@ -19,7 +19,8 @@ _DENIAL = re.compile(
     r"|(?:^|[,;:(] ?|\b(?:has|had|with|found|are|shows?) )0 (?:[\w-]+ ){0,1})$"
 )
 _PAST = re.compile(
-    r"(?i)^(?:history\b|attempts? \d+\b|(?:a |the )?previous attempt|last (?:week|day)|earlier attempt"
+    r"(?i)^(?:history\b|attempts? \d+\b|(?:a |the )?previous attempt|last (?:week|day)"
+    r"|earlier attempt"
     r"|\d+ other jobs?\b|other jobs?\b)"
 )
 
@@ -50,7 +51,7 @@ class Fact:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks that the line names as those on which it happened, else the one that says it."""
+        """The ranks that the line names as those on which it happened, else who says it."""
         named = self.groups.get("ranks")
         if named is not None:
             return frozenset(int(number) for number in re.findall(r"\d+", named))

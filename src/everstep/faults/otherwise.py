@@ -12,7 +12,8 @@ from everstep.faults.candidates import Candidate, Found
 from everstep.faults.scene import Scene
 
 _PROBE = re.compile(
-    r"(?P<what>[^:]{2,60}): (?P<answer>.+)$|(?P<path>/\S+) (?P<state>is (?:not )?(?:a mount ?point|mounted).*)$"
+    r"(?P<what>[^:]{2,60}): (?P<answer>.+)$|(?P<path>/\S+) (?P<state>is (?:not )?(?:a mount ?point"
+    r"|mounted).*)$"
 )
 
 

@@ -111,21 +111,21 @@ def _touched(node: str | None, found: Found) -> frozenset[int]:
     scene = found.scene
     if len(scene.ranks_of(node)) == 1:
         return frozenset(scene.ranks_of(node))
+    ranks = set(scene.ranks_of(node))
+
+    def here(rank: int, told: str | None) -> bool:
+        return (told or scene.node_of(rank)) == node
+
     own = {
         fact.rank for fact in found.facts
-        if fact.rank is not None and fact.kind == "program"
-        and (fact.line.node or scene.node_of(fact.rank)) == node
+        if fact.kind == "program" and fact.rank is not None and here(fact.rank, fact.line.node)
     } | {
         end.rank for end in scene.ends.values()
-        if end.code != 0 and end.rank not in scene.ours and (end.node or scene.node_of(end.rank)) == node
+        if end.code != 0 and end.rank not in scene.ours and here(end.rank, end.node)
     }  # fmt: skip
-    if len(own) == 1:
-        return frozenset(own)
-    beats = {beat.rank for beat in scene.beats
-             if beat.rank in scene.ranks_of(node) and beat.age >= 60}  # fmt: skip
-    devices = {fact.rank for fact in found.of("NCCL_CUDA_ERROR", "CONFIG_INVALID", "CUDA_OOM")
-               if fact.rank in scene.ranks_of(node)}  # fmt: skip
-    for group in (devices, beats):
+    devices = {fact.rank for fact in found.of("NCCL_CUDA_ERROR", "CONFIG_INVALID", "CUDA_OOM")}
+    beats = {beat.rank for beat in scene.beats if beat.age >= 60}
+    for group in (own, devices & ranks, beats & ranks):
         if len(group) == 1:
             return frozenset(rank for rank in group if rank is not None)
     return frozenset()

@@ -46,12 +46,12 @@ def program_candidates(found: Found) -> list[Candidate]:
 def external_ends(found: Found) -> list[Candidate]:
     """Ends by SIGTERM that nobody of ours sent."""
     scene = found.scene
-    deaths = [end for end in scene.ends.values() if end.code != 0 and end.signal not in (TERM, ABORT)
-              and end.rank not in scene.ours]  # fmt: skip
+    theirs = [end for end in scene.ends.values() if end.rank not in scene.ours]
+    deaths = [end for end in theirs if end.code != 0 and end.signal not in (TERM, ABORT)]
     first = min((end.time for end in deaths if end.time is not None), default=None)
     outside = [
-        end for end in scene.ends.values()
-        if end.signal == TERM and end.rank not in scene.ours
+        end for end in theirs
+        if end.signal == TERM
         and not (deaths and (first is None or end.time is None or end.time >= first))
     ]  # fmt: skip
     told = found.of("SIGTERM_EXTERNAL")

@@ -62,13 +62,13 @@ class Read(msgspec.Struct, frozen=True):
 
 
 def read(path: Path, catalog: Catalog | None = None) -> Iterator[Read]:
-    """The incidents of one file: of each line where it holds JSON objects with evidence, else one for
-    the whole file, which is then a merged log. A log of more than 2 MB is read in pieces, and only
-    its lines that ``catalog`` (default: the one that comes along) may find something in are kept.
-    Raises :class:`~everstep.errors.BadIncident`."""
+    """The incidents of one file: of each line where it holds JSON objects with evidence, else one
+    for the whole file, which is then a merged log. A log of more than 2 MB is read in pieces, and
+    only its lines that ``catalog`` (default: the one that comes along) may find something in are
+    kept. Raises :class:`~everstep.errors.BadIncident`."""
     try:
         with path.open("rb") as file:
-            head = file.readline(PIECE)
+            head = file.read(PIECE).lstrip().split(b"\n", 1)[0]
             file.seek(0)
             if is_json(head):
                 yield from cases(str(path), file)

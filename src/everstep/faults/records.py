@@ -46,8 +46,8 @@ class Signal(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     """The signals of one failure, in no order. ``nodes`` gives the ranks of each node, as far as
-    they are known; ``pods`` the rack, switch or pod that a node stands in; ``addresses`` the node of
-    an IP address, since messages of peers name nothing else."""
+    they are known; ``pods`` the rack, switch or pod that a node stands in; ``addresses`` the node
+    of an IP address, since messages of peers name nothing else."""
 
     id: str
     signals: tuple[Signal, ...]
@@ -71,8 +71,8 @@ class Evidence(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What the incident was. ``fault`` is the class (``class`` in JSON). ``root_ranks`` are those on
-    which it acted first, empty where it lies outside the ranks, is common to all, or is unknown;
+    """What the incident was. ``fault`` is the class (``class`` in JSON). ``root_ranks`` are those
+    on which it acted first, empty where it lies outside the ranks, is common to all, or is unknown;
     ``root_node`` is None unless evidence ties it to one. ``confidence`` is from 0 to 1. ``advice``
     is what a person should do. ``step`` is the training step at which it happened, where known,
     and ``frame`` the program's frame (file:line function); neither is part of what it was."""

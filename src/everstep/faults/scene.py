@@ -22,18 +22,24 @@ FRESH_S = 60.0
 
 _DEVICE = re.compile(
     r"(?i)rank (?P<rank>\d+)[:,]? [^\n]{0,40}?GPU (?P<pci>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})"
-    r"|(?P<pci2>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.0)? \((?:local )?index (?P<local>\d+)(?:, rank (?P<rank2>\d+))?"
+    r"|(?P<pci2>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.0)? \((?:local )?index"
+    r" (?P<local>\d+)(?:, rank (?P<rank2>\d+))?"
 )
 _RUNS = re.compile(
-    r"(?i)\brank (?P<rank>\d+) (?:(?:runs|is|running|listens) (?:at|on) (?P<address>[\w.:-]+)(?: \((?P<node>[\w.-]+))?|(?:is |= ?|: ?)?(?P<a2>\d+\.\d+\.\d+\.\d+))"
+    r"(?i)\brank (?P<rank>\d+) (?:(?:runs|is|running|listens) (?:at"
+    r"|on) (?P<address>[\w.:-]+)(?: \((?P<node>[\w.-]+))?|(?:is |= ?"
+    r"|: ?)?(?P<a2>\d+\.\d+\.\d+\.\d+))"
 )
 _IS_PID = re.compile(r"(?i)\brank (?P<rank>\d+)(?: is|:|=)?,? \(?pid[ =:]+(?P<pid>\d+)")
 _USES = re.compile(
-    r"Bootstrap : Using [\w.-]+:(?P<address>[\d.]+)<|NET/(?:Socket|IB) : Using [^\n]*?:(?P<a2>\d+\.\d+\.\d+\.\d+)<"
+    r"Bootstrap : Using [\w.-]+:(?P<address>[\d.]+)<|NET/(?:Socket"
+    r"|IB) : Using [^\n]*?:(?P<a2>\d+\.\d+\.\d+\.\d+)<"
 )
 _COMMITS = re.compile(r"(?i)\b(?:last committed|no (?:new(?:er)? )?(?:committed )?checkpoint)\b")
 _SENT = re.compile(
-    r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to (?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+|every[\w ]+)"
+    r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)"
+    r"|signal \d+)[^\n;]{0,12}? to (?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+"
+    r"|every[\w ]+)"
 )
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
@@ -41,8 +47,10 @@ _BEAT = re.compile(
     r"(?:\bstep=(?P<step>\d+))?.*?(?:\bphase=(?P<phase>\S+))?.*?\blast_beat_age_s=(?P<age>[\d.]+)"
 )
 _FINISHED = re.compile(
-    r"(?i)\btraining (?:is )?(?:finished|complete[d]?|done)\b|\bfinal checkpoint (?:saved|written|committed|complete)"
-    r"|max_steps[^\n]{0,20}reached|\b(?:run|job) (?:finished|completed) (?:successfully|normally)|^done\.?$"
+    r"(?i)\btraining (?:is )?(?:finished|complete[d]?|done)\b|\bfinal checkpoint (?:saved|written"
+    r"|committed|complete)"
+    r"|max_steps[^\n]{0,20}reached|\b(?:run|job) (?:finished|completed) (?:successfully|normally)"
+    r"|^done\.?$"
 )
 _STEPS = re.compile(r"(?i)\bstep:? (?P<step>\d+) ?(?:/|of) ?(?P<last>\d+)\b")
 _STEP = re.compile(r"(?i)\b(?:global_)?step[ =:]+(?P<step>\d+)")
@@ -198,8 +206,8 @@ def _places(scene: Scene) -> None:
             scene.pids[line.node or scene.node_of(int(found["rank"])), int(found["pid"])] = int(
                 found["rank"]
             )
-        if line.node and "Using" in text and (found := _USES.search(text)):
-            scene.addresses.setdefault(found["address"] or found["a2"], line.node)
+        if line.node and "Using" in text and (uses := _USES.search(text)):
+            scene.addresses.setdefault(uses["address"] or uses["a2"], line.node)
 
 
 def _fill(scene: Scene) -> None:

@@ -25,8 +25,8 @@ class Miss(msgspec.Struct, frozen=True):
 
 class Score(msgspec.Struct, frozen=True):
     """Counts over ``cases``; the first four are right ones, ``labelled`` those with root ranks.
-    ``wrong_blames``: a victim or a node that is not labelled was blamed; ``named``: a root was named
-    where none is labelled; ``missed_stops`` and ``wrong_stops`` are about the action ``stop``."""
+    ``wrong_blames``: a victim or a node that is not labelled was blamed; ``named``: a root was
+    named where none is labelled; ``missed_stops`` and ``wrong_stops`` are about ``stop``."""
 
     cases: int = 0
     domain: int = 0

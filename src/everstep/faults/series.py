@@ -24,12 +24,14 @@ SLOW = 1.05
 SILENT_S = 60.0
 
 _LOSS = re.compile(
-    r"(?i)\b(?:step|iter(?:ation)?|it)\b[ =:#]*(?P<step>\d+).*?\b(?:lm[ _]|train[ _])?loss\b[\"']?[ =:]*(?P<loss>[-+\d.eE]+|nan|inf)"
+    r"(?i)\b(?:step|iter(?:ation)?|it)\b[ =:#]*(?P<step>\d+).*?\b(?:lm[ _]"
+    r"|train[ _])?loss\b[\"']?[ =:]*(?P<loss>[-+\d.eE]+|nan|inf)"
 )
 _SUM = re.compile(r"(?i)\brank (\d+)[ =:]+(?:0x)?([0-9a-f]{6,64})\b")
 _COMPUTE = re.compile(r"\bcompute_s=(?P<compute>[\d.]+)(?:.*?\bwait_s=(?P<wait>[\d.]+))?")
 _TREND = re.compile(
-    r"(?i)\bloss[ =:]+(?P<loss>[\d.]+)[^\n]{0,20}\b(?:trend|average|mean|expected)[ =:]+(?P<level>[\d.]+)"
+    r"(?i)\bloss[ =:]+(?P<loss>[\d.]+)[^\n]{0,20}\b(?:trend|average|mean"
+    r"|expected)[ =:]+(?P<level>[\d.]+)"
 )
 _COLLECTIVE = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|comm|wait"
@@ -81,9 +83,9 @@ def straggler_in(lines: list[Line]) -> Slow | None:
     """The one rank whose computing is the longest and that waits least."""
     times: dict[int, tuple[float, float, Line]] = {}
     for line in lines:
-        if line.source == "steptime" and line.rank is not None:
-            if found := _COMPUTE.search(line.text):
-                times[line.rank] = (float(found["compute"]), float(found["wait"] or 0), line)
+        found = _COMPUTE.search(line.text) if line.source == "steptime" else None
+        if found and line.rank is not None:
+            times[line.rank] = (float(found["compute"]), float(found["wait"] or 0), line)
     if len(times) < 3:
         return None
     level = median(compute for compute, _, _ in times.values())

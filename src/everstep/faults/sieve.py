@@ -29,14 +29,21 @@ TAIL = 100
 """Last lines of a log that are kept whatever they say: where it was, how it ended."""
 
 _STRUCTURE = (
-    r"Traceback \(most recent call last\)", r'(?m)^.{0,80}?File "[^"\n]+", line \d+',
-    r"[A-Z]\w*(?:Error|Exception|Interrupt)\b", r"During handling of the above|the direct cause of",
-    r"(?m)^.{0,40}?(?:time|host|rank|exitcode)\s+: ", r"exitcode|exit code|Exited with|return code|exited on signal",
-    r"closing signal|terminated with", r"\bRank \d+ is running", r"(?i)missing ranks|last enqueued",
-    r"(?i)training (?:is )?(?:finished|complete|done)|final checkpoint", r"(?i)acquire GIL",
-    r"Bootstrap : Using|NET/\w+ : Using", r"(?i)\brank \d+:? [^\n]{0,40}GPU|\brank \d+ runs",
-    r"nfs: server \S+ OK", r"task \S+ blocked for more", r"srun: error", r"(?i)heckpoint[^\n]{0,40}(?:uploaded|saved|written)",
-)  # fmt: skip
+    r"Traceback \(most recent call last\)",
+    r'(?m)^.{0,80}?File "[^"\n]+", line \d+',
+    r"[A-Z]\w*(?:Error|Exception|Interrupt)\b",
+    r"During handling of the above|the direct cause of",
+    r"(?m)^.{0,40}?(?:time|host|rank|exitcode)\s+: ",
+    r"exitcode|exit code|Exited with|return code|exited on signal",
+    r"closing signal|terminated with|srun: error",
+    r"(?i)\bRank \d+ is running|missing ranks|last enqueued|acquire GIL",
+    r"(?i)training (?:is )?(?:finished|complete|done)|final checkpoint",
+    r"(?i)checkpoint[^\n]{0,40}(?:uploaded|saved|written)",
+    r"Bootstrap : Using|NET/\w+ : Using",
+    r"(?i)\brank \d+:? [^\n]{0,40}GPU|\brank \d+ runs",
+    r"nfs: server \S+ OK|task \S+ blocked for more",
+)
+"""What the judge reads besides the catalogue's patterns."""
 
 
 class Sieve:

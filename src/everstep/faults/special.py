@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from everstep.faults.candidates import NOTICE, PROGRAM, WATCHDOG, Candidate, Found
 from everstep.faults.lines import Line
+from everstep.faults.match import Fact
 from everstep.faults.otherwise import differs, whole_node
 from everstep.faults.records import Action, Domain
 from everstep.faults.scene import bus_id
@@ -49,8 +50,11 @@ _SHARE = {"K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 _PAIR = re.compile(r"(?P<a>[\w.-]+)\s?(?:/|<->|->|-)\s?(?P<b>[\w.-]+)")
 
 
+_TRAFFIC = re.compile(r"(?i)rdma|traffic|tx/rx|xmit|rcv")
+_NOTHING = re.compile(r"([\w.-]+):? (?:0(?:\.0)? ?[KMG]?B|no traffic)\b")
 _FOREIGN = re.compile(
-    r"(?i)other (?:user|job|tenant|container)|not (?:one )?of (?:this|our) job|foreign|unknown process|of job \S+"
+    r"(?i)other (?:user|job|tenant|container)|not (?:one )?of (?:this|our) job|foreign"
+    r"|unknown process|of job \S+"
 )
 
 
@@ -81,9 +85,9 @@ def _cuda_oom(candidate: Candidate, found: Found) -> Candidate:
 
 
 def _illegal(candidate: Candidate, found: Found) -> Candidate:
-    """An illegal access with an Xid on one device is that device's until it comes again elsewhere."""
-    devices = {(fact.line.node, bus_id(fact.groups["pci"])) for fact in found.of("XID_31", "XID_13_69")
-               if "pci" in fact.groups}  # fmt: skip
+    """An illegal access with an Xid on one device is that device's, until it comes elsewhere."""
+    xids = [fact for fact in found.of("XID_31", "XID_13_69") if "pci" in fact.groups]
+    devices = {(fact.line.node, bus_id(fact.groups["pci"])) for fact in xids}
     if len(devices) == 1 and len(candidate.ranks) <= 1:
         past = found.scene.repeats("illegal", "Xid 31", "Xid 13", "MMU")
         if not past or _same_device(past, next(iter(devices))[1]):
@@ -108,7 +112,7 @@ def _one_node(candidate: Candidate, found: Found) -> Candidate:
 
 
 def _token(candidate: Candidate, found: Found) -> Candidate:
-    """A token that ran out in a long run is fresh in a new process; one that was never good is not."""
+    """A token that ran out in a long run is fresh in a new process; one never good is not."""
     late = any("expired" in fact.line.text.lower() for fact in candidate.facts) and any(
         (fact.line.time or 0.0) >= LATE_S for fact in candidate.facts
     )
@@ -238,17 +242,19 @@ def _pairs(candidate: Candidate, found: Found) -> Candidate:
         {m["a"], m["b"]} for line in scene.past for m in _PAIR.finditer(line.text)
         if m["a"] in scene.nodes and m["b"] in scene.nodes
     ]  # fmt: skip
-    here = {node for fact in candidate.facts for node in (
-        fact.node, scene.node_at(fact.groups["address"]) if "address" in fact.groups else None)
-        if node}  # fmt: skip
+    here = {fact.node for fact in candidate.facts} | {
+        scene.node_at(fact.groups["address"])
+        for fact in candidate.facts
+        if "address" in fact.groups
+    }
+    here.discard(None)
     common = set.intersection(*pairs) if pairs else set()
-    if here and common:
-        common &= here
+    if here:
+        common = {node for node in common if node in here}
     if len(pairs) >= 2 and len(common) == 1:
         node = common.pop()
-        own = {fact.rank for fact in candidate.facts if fact.rank in scene.ranks_of(node)}
-        return replace(candidate, action="restart_elsewhere", node=node,
-                       ranks=frozenset(rank for rank in own if rank is not None),
+        own = _on(candidate.facts, scene.ranks_of(node))
+        return replace(candidate, action="restart_elsewhere", node=node, ranks=own,
                        why="it is one end of every failing pair")  # fmt: skip
     return replace(candidate, ranks=frozenset(), node=None)
 
@@ -256,27 +262,33 @@ def _pairs(candidate: Candidate, found: Found) -> Candidate:
 def _slow_path(candidate: Candidate, found: Found) -> Candidate:
     """No traffic at all of one node is no slow path but a dead one."""
     scene = found.scene
-    for line in scene.lines:
-        if line.source in ("agent", "gpu", "kernel") and re.search(
-            r"(?i)rdma|traffic|tx/rx|xmit|rcv", line.text
-        ):
-            still = {m[1] for m in re.finditer(r"([\w.-]+):? (?:0(?:\.0)? ?[KMG]?B|no traffic)\b", line.text)
-                     if m[1] in scene.nodes}  # fmt: skip
-            if len(still) == 1:
-                node = still.pop()
-                return replace(candidate, action="restart_elsewhere", node=node,
-                               ranks=frozenset(scene.ranks_of(node)), survivable=False,
-                               why="its traffic stands still while the others' does not")  # fmt: skip
-    return replace(candidate, ranks=frozenset(), node=None)
+    still = {
+        told[1]
+        for line in scene.lines
+        if line.source in ("agent", "gpu", "kernel") and _TRAFFIC.search(line.text)
+        for told in _NOTHING.finditer(line.text)
+        if told[1] in scene.nodes
+    }
+    if len(still) != 1:
+        return replace(candidate, ranks=frozenset(), node=None)
+    node = still.pop()
+    return replace(
+        candidate, action="restart_elsewhere", node=node, ranks=frozenset(scene.ranks_of(node)),
+        survivable=False, why="its traffic stands still while that of others does not",
+    )  # fmt: skip
 
 
 def _port(candidate: Candidate, found: Found) -> Candidate:
     """The ranks of the node that met the port's errors; all of it where none tells."""
-    on_node = set(found.scene.ranks_of(candidate.node))
-    met = frozenset(fact.rank for fact in found.of("IB_LINK_DOWN", "IB_CQE_ERR")
-                    if fact.line.rank is not None and fact.rank in on_node)  # fmt: skip
-    ranks = frozenset(rank for rank in met if rank is not None)
-    return replace(candidate, ranks=ranks or candidate.ranks)
+    met = [fact for fact in found.of("IB_LINK_DOWN", "IB_CQE_ERR") if fact.line.rank is not None]
+    return replace(
+        candidate, ranks=_on(met, found.scene.ranks_of(candidate.node)) or candidate.ranks
+    )
+
+
+def _on(facts: Sequence[Fact], ranks: tuple[int, ...]) -> frozenset[int]:
+    """Those of the ranks that the facts are of."""
+    return frozenset(fact.rank for fact in facts if fact.rank is not None and fact.rank in ranks)
 
 
 SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {

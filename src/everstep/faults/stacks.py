@@ -20,7 +20,8 @@ _GDB = re.compile(
 )
 _KERNEL = re.compile(r"^\s*(?:\[<[0-9a-f]+>\] )?(?P<name>[a-z_]\w+)\+0x[0-9a-f]+/0x[0-9a-f]+")
 _COLLECTIVE = re.compile(
-    r"(?i)all_?reduce|all_?gather|reduce_scatter|broadcast|barrier|all_to_all|\bsend\b|\brecv\b|isend|irecv"
+    r"(?i)all_?reduce|all_?gather|reduce_scatter|broadcast|barrier|all_to_all|\bsend\b|\brecv\b"
+    r"|isend|irecv"
     r"|_wait|\bwait\b|scatter|gather|nccl(?!CommAbort)|gloo|synchronize|c10d"
 )
 _DISTRIBUTED = re.compile(
@@ -30,7 +31,8 @@ _ABORT = re.compile(
     r"ncclCommAbort|commFree|ncclProxyStop|ncclCommDestroy|abort_process_group|_abort\b"
 )
 _STORAGE = re.compile(
-    r"nfs|rpc_wait|lustre|ll_|cl_io|ceph|fuse|s3fs|gcsfs|botocore|obstore|io_schedule|wait_on_page|fsync"
+    r"nfs|rpc_wait|lustre|ll_|cl_io|ceph|fuse|s3fs|gcsfs|botocore|obstore|io_schedule|wait_on_page"
+    r"|fsync"
     r"|jbd2|xfs_|ext4_|blk_|folio_wait|_async_reader|fsspec"
 )
 

@@ -33,15 +33,16 @@ _LINKED = re.compile(
     r"During handling of the above exception|The above exception was the direct cause"
 )
 _LIBRARY = re.compile(
-    r"(?:site|dist)-packages/|/lib/python\d|^<frozen|^<string|/torch/(?:nn|distributed|utils|autograd|_)"
+    r"(?:site|dist)-packages/|/lib/python\d|^<frozen|^<string|/torch/(?:nn|distributed|utils"
+    r"|autograd|_)"
 )
 _LEVEL = re.compile(r"^(?:ERROR|CRITICAL|FATAL)?[:| -]*")
 
 
 @dataclass(frozen=True)
 class Raised:
-    """One exception of one rank. ``line`` is the line with its type; ``frame`` the last frame of the
-    program (``file:line name``), or of anything where there is none. ``chained``: another one
+    """One exception of one rank. ``line`` is the line with its type; ``frame`` the last frame of
+    the program (``file:line name``), or of anything where there is none. ``chained``: another one
     followed it in one chain. ``ignored``: Python itself said that it was ignored."""
 
     line: Line
@@ -57,7 +58,7 @@ class Raised:
 
 
 def raised_in(lines: Iterable[Line]) -> list[Raised]:
-    """The exceptions in the lines, each stream (rank or signal) by itself, in the streams' order."""
+    """The exceptions in the lines, each stream (rank or signal) by itself."""
     streams: dict[object, list[Line]] = defaultdict(list)
     for line in lines:
         if line.source in ("log", "agent", "exit", "slurm", "kubernetes"):

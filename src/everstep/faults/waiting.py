@@ -28,7 +28,8 @@ from everstep.faults.stacks import Stack, outliers, stacks_in
 
 _NAMES = ("NCCL_REMOTE_ERROR", "GLOO_CONN_CLOSED")
 _ABSENT = re.compile(
-    r"(?i)\b(?:absent|missing|not joined|did not join|waiting for|no news of)[:,]? (?:agents? |nodes? |of )*(?P<node>[\w.-]+)"
+    r"(?i)\b(?:absent|missing|not joined|did not join|waiting for|no news of)[:,]? (?:agents? "
+    r"|nodes? |of )*(?P<node>[\w.-]+)"
 )
 
 
