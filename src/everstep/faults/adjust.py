@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from everstep.faults.candidates import NODE, PROGRAM, Candidate, Found
+from everstep.faults.candidates import NODE, OUTLIER, PEER, PROGRAM, Candidate, Found
 from everstep.faults.earlier import LOOP
 from everstep.faults.records import Domain
 from everstep.faults.scene import Scene, bus_id
@@ -28,6 +28,8 @@ _NAMED_NODE = frozenset(("gpu_hardware", "host", "network"))
 _PATHS = re.compile(r"[\w./-]*[\w-]+\.[A-Za-z]\w+|/[\w./-]{4,}")
 
 
+_TYPES = re.compile(r"\w+(?:Error|Exception)\b")
+_ENDED = re.compile(r"(?i)\b(?:fail|end|crash|died|stopp|same|exit)")
 _STEP = re.compile(r"(?i)\b(?:global_?)?(?:step|iter(?:ation)?)[ =:#]+(?P<step>\d+)")
 
 
@@ -115,11 +117,17 @@ def _placed(candidate: Candidate, found: Found) -> Candidate:
     if (
         candidate.level != NODE
         and candidate.place in ("job", "service")
-        and candidate.domain != "network"
+        and candidate.domain not in ("network", "communication")
     ):
         ranks = frozenset()
     elif candidate.level == PROGRAM:
         ranks, node = _spread(candidate, found)
+    elif (
+        candidate.place == "rank"
+        and candidate.level in (PEER, OUTLIER)
+        and (len(ranks) > 1 and len(ranks) * 2 > scene.world)
+    ):
+        ranks, node = frozenset(), None
     if candidate.domain in _NAMED_NODE and candidate.place != "path" and node is None and ranks:
         nodes = {scene.node_of(rank) for rank in ranks}
         node = nodes.pop() if len(nodes) == 1 else None
@@ -164,24 +172,35 @@ def _recurring(candidate: Candidate, found: Found) -> Candidate:
     left to a person, whatever it is that a restart in place was tried for."""
     times = found.past.times(candidate.fault)
     told = found.scene.past and _again(candidate, found)
-    if candidate.domain in ("user_data", "user_code") and (times or told):
-        return replace(candidate, action="stop", why="earlier attempts ended the same way")
-    if times >= LOOP - 1 and candidate.action == "restart_in_place":
+    if candidate.domain in ("user_data", "user_code") and (told or _identical(candidate, found)):
+        return replace(candidate, action="stop", why="an earlier attempt ended the same way")
+    if times >= LOOP - 1 and candidate.action in ("restart_in_place", "rollback"):
         return replace(candidate, action="stop", why=f"{times} earlier attempts ended the same way")
     return candidate
 
 
+def _identical(candidate: Candidate, found: Found) -> bool:
+    """Whether an earlier attempt met the class at the same step, as far as steps are told."""
+    if not found.past.times(candidate.fault):
+        return False
+    steps = {int(m["step"]) for line in found.scene.past for m in _STEP.finditer(line.text)}
+    now = step_of(found.scene, candidate)
+    return not steps or now is None or now in steps or found.past.times(candidate.fault) >= LOOP - 1
+
+
 def _again(candidate: Candidate, found: Found) -> bool:
-    """Whether an earlier attempt ended by the same type of exception or at the same path."""
-    marks = {
-        fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts if fact.message
-    }
-    marks |= {path for fact in candidate.facts for path in _PATHS.findall(fact.message)
-              if len(path) > 5}  # fmt: skip
-    return any(
-        re.search(r"(?i)\b(?:fail|end|crash|died|stopp|same|exit)", line.text)
-        for line in found.scene.repeats(*marks)
-    )
+    """Whether an earlier attempt ended by the same type of exception, at the same file where it
+    names one."""
+    types = {fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts}
+    types.discard("")
+    here = "\n".join(line.text for line in found.scene.lines if line not in found.scene.past)
+    for line in found.scene.past:
+        files = [path for path in _PATHS.findall(line.text) if "." in path.rpartition("/")[2]]
+        files = [path for path in files if path.rpartition(".")[2] not in _TYPES.findall(line.text)]
+        same = any(kind in line.text for kind in types)
+        if same and (not files or any(path in here for path in files)) and _ENDED.search(line.text):
+            return True
+    return False
 
 
 def _same_again(candidate: Candidate, found: Found) -> Candidate:

@@ -84,7 +84,11 @@ def ends_of(incident: Incident, lines: list[Line]) -> list[End]:
     seen = list(_seen(incident, lines))
     known = {end.rank for end in seen}
     said = [line for line in lines if line.source in ("log", "slurm")]
-    return seen + [end for end in _told(said) if end.rank not in known]
+    return seen + [
+        end for end in _told(said)
+        if end.rank not in known
+        and end.rank in incident.nodes.get(end.node or "", (end.rank,))  # a task may be a node's
+    ]  # fmt: skip
 
 
 def pid_in(text: str) -> int | None:

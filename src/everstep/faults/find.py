@@ -20,7 +20,7 @@ from everstep.faults.tracebacks import Raised, raised_in
 
 _NOISE = re.compile(
     r"(?:Warning|ChildFailedError|SignalException|SystemExit|KeyboardInterrupt|GeneratorExit"
-    r"|ProcessExitedException|ProcessRaisedException|StopIteration|CalledProcessError|TERMINATE)$"
+    r"|ProcessExitedException|ProcessRaisedException|CalledProcessError|TERMINATE)$"
 )
 
 

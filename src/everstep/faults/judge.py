@@ -104,7 +104,10 @@ def _went_on(candidates: list[Candidate], found: Found) -> bool:
         return False
     if scene.over:
         return True
-    return bool(scene.alive) and not scene.dead
+    if scene.dead or not scene.alive:
+        return False
+    nodes = {c.node for c in candidates if c.level == NODE and scene.ranks_of(c.node)}
+    return all(scene.alive & set(scene.ranks_of(node)) for node in nodes)
 
 
 def _late(candidate: Candidate, scene: Scene) -> bool:

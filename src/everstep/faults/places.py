@@ -77,14 +77,14 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
     rank = _named_rank(fact, node, found)
     if rank is not None:
         return frozenset((rank,))
-    if fact.place == "pod":
-        return frozenset(scene.ranks_of(node))
-    if fact.place == "process":
+    if fact.place == "process" or fact.fault == "HOST_OOM_KILL":
         killed = {end.rank for end in scene.ends.values()
                   if end.signal == KILL and end.rank not in scene.ours
                   and (end.node or scene.node_of(end.rank)) == node}  # fmt: skip
         if killed:
             return frozenset(killed)
+    if fact.place == "pod":
+        return frozenset(scene.ranks_of(node))
     return _touched(node, found)
 
 
@@ -103,7 +103,9 @@ def _named_rank(fact: Fact, node: str | None, found: Found) -> int | None:
         }
         if len(told) == 1:
             return told.pop()
-    return fact.rank
+    rank = fact.rank
+    known = scene.ranks_of(node)
+    return None if "rank" in groups and known and rank not in known else rank
 
 
 def _touched(node: str | None, found: Found) -> frozenset[int]:

@@ -39,7 +39,10 @@ def stack_candidates(found: Found) -> list[Candidate]:
     aborting = [stack for stack in stacks if stack.aborts]
     if aborting and len(aborting) <= max(1, len(stacks) // 2):
         return [_of_stacks(found, "ABORT_HANG", aborting, "its stack stands in the abort")]
-    apart = outliers(stacks)
+    late = silent_in(found.scene.beats)
+    apart = outliers(stacks) or [
+        stack for stack in stacks if stack.rank in late and stack.frames and not stack.waits
+    ]
     if not apart:
         return []
     fault = "STORAGE_STALL" if all(stack.stores for stack in apart) else "HANG_APP"
@@ -191,14 +194,14 @@ def peer_candidates(found: Found) -> list[Candidate]:
         own = [fact for fact in facts if fact.fault == fault]
         if fault in _NAMES:
             made += _named(found, fault, votes)
+        elif fault == "STORE_LOST":
+            ranks = _of_store(found, vote(own, scene))
+            made.append(found.made(fault, PEER, own, ranks=ranks, **_deepest(own)))
         elif fault in ("RDZV_TIMEOUT", "DNS_BOOTSTRAP"):
             made.append(found.made(fault, PEER, own, node=_absent(found, fault), **_deepest(own)))
         else:
             ranks = frozenset(f.rank for f in own if f.rank is not None)
-            made.append(
-                found.made(fault, PEER, own, ranks=ranks if fault != "STORE_LOST" else frozenset(),
-                           **_deepest(own))
-            )  # fmt: skip
+            made.append(found.made(fault, PEER, own, ranks=ranks, **_deepest(own)))
     return made + _early(found, votes)
 
 
@@ -216,6 +219,13 @@ def _named(found: Found, fault: str, votes: Vote | None) -> list[Candidate]:
     depth = max(fact.depth for fact in facts)
     why = f"{len(votes.voters)} ranks name {votes.node or votes.address}" if votes else ""
     return [found.made(fault, PEER, facts, ranks=ranks, depth=depth, why=why)]
+
+
+def _of_store(found: Found, votes: Vote | None) -> frozenset[int]:
+    """The store's host, where it is one rank's node or none of its ranks was heard of."""
+    if votes is None or votes.tied or votes.node is None:
+        return frozenset()
+    return _of_vote(found, votes)
 
 
 def _of_vote(found: Found, votes: Vote | None) -> frozenset[int]:
