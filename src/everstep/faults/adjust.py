@@ -106,7 +106,7 @@ def step_of(scene: Scene, candidate: Candidate) -> int | None:
         return max(own)
     beats = [beat.step for beat in scene.beats if beat.step is not None]
     lines = [int(found["step"]) for line in scene.lines if line.source == "log"
-             for found in _STEP.finditer(line.text)]  # fmt: skip
+             for found in (_STEP.finditer(line.text) if "step" in line.text or "iter" in line.text else ())]  # fmt: skip
     return max(lines or beats, default=None)
 
 
@@ -193,7 +193,8 @@ def _again(candidate: Candidate, found: Found) -> bool:
     names one."""
     types = {fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts}
     types.discard("")
-    here = "\n".join(line.text for line in found.scene.lines if line not in found.scene.past)
+    past = {id(line) for line in found.scene.past}
+    here = "\n".join(line.text for line in found.scene.lines if id(line) not in past)
     for line in found.scene.past:
         files = [path for path in _PATHS.findall(line.text) if "." in path.rpartition("/")[2]]
         files = [path for path in files if path.rpartition(".")[2] not in _TYPES.findall(line.text)]

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from everstep.faults.lines import Line
 from everstep.faults.scene import numbers_in
 
+_SPEAKS = re.compile(
+    r"(?i)missing|barrier|caused by|culprit|laggard|suspect|straggl|join|waiting for|timeout from"
+    r"|WorkNCCL|enqueued|dump|GIL|is running|watchdog got stuck|First PG"
+)
 _RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\] ")
 _WORK = re.compile(
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+),"
@@ -114,6 +118,8 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
         if line.source not in ("log", "agent"):
             continue
         text = line.text
+        if not _SPEAKS.search(text):
+            continue
         _named(text, stuck)
         for call in _FINGERPRINT.finditer(text) if "is running" in text else ():
             ops["debug", int(call["seq"] or 0)][int(call["rank"])] = (
@@ -132,10 +138,13 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
             )  # fmt: skip
         if status := _STATUS.search(text):
             _status(stuck, rank, int(status["queued"]), int(status["done"]))
-        stuck.heard |= {rank} if _OBSERVED.search(text) else set()
-        stuck.observed |= {rank} if _OBSERVED.search(text) else set()
-        stuck.first |= {rank} if _FIRST.search(text) else set()
-        stuck.gil |= {rank} if _GIL.search(text) else set()
+        if _OBSERVED.search(text):
+            stuck.heard.add(rank)
+            stuck.observed.add(rank)
+        if _FIRST.search(text):
+            stuck.first.add(rank)
+        if _GIL.search(text):
+            stuck.gil.add(rank)
         if "watchdog got stuck" in text:
             stuck.heard.add(rank)
     stuck.ops = dict(ops)

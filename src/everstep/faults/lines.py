@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -92,11 +92,12 @@ def clean(text: str) -> list[str]:
 
 def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) -> Iterator[Line]:
     """The lines of one signal; a rank that a line names goes before the signal's own."""
-    base = Line("", signal.source, signal.rank, signal.node, signal.time, 0, number, signal.ours)
     raw = clean(signal.text)
     labels = signal.source in ("log", "slurm") and _labels(raw)
     for order, text in enumerate(_joined(raw)):
-        yield _stripped(replace(base, text=text, order=order), labels, nodes)
+        text, rank, node = _stripped(text, signal, labels, nodes)
+        source = _source(signal.source, text)
+        yield Line(text, source, rank, node, signal.time, order, number, signal.ours)
 
 
 def _unpacked(line: str) -> str:
@@ -142,8 +143,11 @@ def _joined(raw: list[str]) -> list[str]:
     return whole
 
 
-def _stripped(line: Line, labels: bool, nodes: Mapping[str, tuple[int, ...]]) -> Line:
-    text, rank, node, source = line.text, line.rank, line.node, line.source
+def _stripped(
+    text: str, signal: Signal, labels: bool, nodes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, int | None, str | None]:
+    """A line without what stands before it, with the rank and node that this names."""
+    rank, node, source = signal.rank, signal.node, signal.source
     if labels and not _KERNEL.match(text) and (label := _LABEL.match(text)):
         text = text[label.end() :]
         named = label["r0"] or label["r1"]
@@ -166,7 +170,7 @@ def _stripped(line: Line, labels: bool, nodes: Mapping[str, tuple[int, ...]]) ->
         rank, text = int(glued[1]), text[glued.end() :]
     if rank is None and source == "log" and (named := _SPOKEN.search(text)):
         rank = int(named[1])
-    return replace(line, text=text.rstrip(), rank=rank, node=node, source=_source(source, text))
+    return text.rstrip(), rank, node
 
 
 def _is_local(label: str) -> bool:

@@ -52,6 +52,7 @@ _FINISHED = re.compile(
     r"|max_steps[^\n]{0,20}reached|\b(?:run|job) (?:finished|completed) (?:successfully|normally)"
     r"|^done\.?$"
 )
+_MAY_END = re.compile(r"(?i)train|final|max_steps|finish|complete|^done|step")
 _STEPS = re.compile(r"(?i)\bstep:? (?P<step>\d+) ?(?:/|of) ?(?P<last>\d+)\b")
 _STEP = re.compile(r"(?i)\b(?:global_)?step[ =:]+(?P<step>\d+)")
 
@@ -87,14 +88,13 @@ class Scene:
     finished: float | None = None
     over: bool = False
     world: int = 0
+    _of: tuple[dict[str, tuple[int, ...]], dict[int, str]] | None = None
 
     def node_of(self, rank: int | None) -> str | None:
-        if rank is None:
-            return None
-        for node, ranks in self.nodes.items():
-            if rank in ranks:
-                return node
-        return None
+        if self._of is None or self._of[0] is not self.nodes:
+            of = {r: node for node, ranks in reversed(self.nodes.items()) for r in ranks}
+            self._of = self.nodes, of
+        return None if rank is None else self._of[1].get(rank)
 
     def ranks_of(self, node: str | None) -> tuple[int, ...]:
         return self.nodes.get(node, ()) if node is not None else ()
@@ -278,5 +278,7 @@ def _life(scene: Scene) -> None:
 
 
 def _ended(text: str) -> bool:
+    if not _MAY_END.search(text):
+        return False
     found = None if "poch" in text else _STEPS.search(text)
     return bool(_FINISHED.search(text)) or bool(found and found["step"] == found["last"])

@@ -29,6 +29,8 @@ _BOXED = re.compile(r"^\s*[│|] (?:❱ )?(?P<file>/\S+\.py):(?P<line>\d+) in (?
 _IGNORED = re.compile(
     r"^(?:Exception ignored in|Error in atexit|Exception in thread .*(?:pin_memory|QueueFeeder))"
 )
+_SPEAKS = re.compile(r"Error|Exception|Traceback|Interrupt|File \"|above exception|[│|] ")
+"""What any line of a traceback but its source has; other lines are passed over at once."""
 _LINKED = re.compile(
     r"During handling of the above exception|The above exception was the direct cause"
 )
@@ -72,6 +74,8 @@ def _of_stream(lines: list[Line]) -> list[Raised]:
     inside = ignored = False
     for line in lines:
         text = line.text
+        if not inside and not _SPEAKS.search(text):
+            continue
         if _IGNORED.match(text):
             ignored = True
         elif _HEAD.match(text):
@@ -85,6 +89,12 @@ def _of_stream(lines: list[Line]) -> list[Raised]:
                 found.append(Raised(last.line, last.type, last.message, last.frame, True))
         elif raised := _raised(text, inside):
             said = raised["message"] or ""
+            if (
+                found
+                and found[-1].message.startswith("Caught ")
+                and found[-1].type in said + raised["type"]
+            ):
+                found.pop()  # a loader's worker: the original follows, with its own frames
             found.append(Raised(line, raised["type"], said, _where(frames), ignored=ignored))
             inside, ignored, frames = False, False, []
     return found
