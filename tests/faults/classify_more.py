@@ -156,3 +156,49 @@ MORE: tuple[Scene, ...] = (
         ("exit", 1, "h-a", 51.0, -6), ("exit", 5, "h-b", 51.0, -6),
     ), "UNKNOWN_ROOT", "restart_in_place"),
 )  # fmt: skip
+
+SKEWED = (
+    ("log", None, "h-a", 40.0, "chronyd[7]: System clock wrong by 300.10 seconds"),
+    ("log", 1, "h-a", 50.0, tb("RuntimeError: no peer left")), ("exit", 1, "h-a", 51.0, 1),
+    ("log", 5, "h-b", 340.0, tb("KeyError: 'a'")), ("exit", 5, "h-b", 341.0, 1),
+)  # fmt: skip
+
+LATER: tuple[Scene, ...] = (
+    Scene("a wrong clock orders nothing, peers name the other node", TWO, (
+        *SKEWED, ("log", 0, "h-a", 49.0, closed("10.7.0.12")),
+    ), "USER_EXCEPTION", "stop", (5,)),
+    Scene("a wrong clock orders nothing, nobody is named", TWO, SKEWED, "UNKNOWN_ROOT", "restart_in_place"),
+    Scene("the store's host has one rank", THREE, (
+        ("log", 1, "h-b", 50.0, "[W TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=8, addr=[h-b]:3, remote=[h-a]:29500): failed to recv, got 0 bytes"),
+        ("log", 2, "h-c", 50.0, "[W TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=8, addr=[h-c]:3, remote=[h-a]:29500): failed to recv, got 0 bytes"),
+    ), "STORE_LOST", "restart_in_place", (0,)),
+    Scene("one stack, and heartbeats of the others", ONE, (
+        ("stack", 2, "h-a", 90.0, stack("read (/app/loader.py:8)", "next (/app/train.py:60)")),
+        ("heartbeat", 2, "h-a", 90.0, "step=4 phase=data last_beat_age_s=300.0 process=alive"),
+        ("heartbeat", 0, "h-a", 90.0, "step=4 phase=all_reduce last_beat_age_s=299.0 process=alive"),
+        ("heartbeat", 1, "h-a", 90.0, "step=4 phase=all_reduce last_beat_age_s=299.0 process=alive"),
+    ), "HANG_APP", "restart_in_place", (2,)),
+    Scene("cordoned while training goes on", TWO, (
+        ("kubernetes", None, "h-b", 50.0, "node.Spec.unschedulable: true"), *BEATS,
+    ), "API_EVICT_DRAIN", "continue"),
+    Scene("not ready for a moment", TWO, (
+        ("kubernetes", None, "h-b", 50.0, "Normal  NodeNotReady  node-controller  Node h-b status is now: NodeNotReady"),
+        ("kubernetes", None, "h-b", 70.0, "Normal  NodeReady  kubelet  Node h-b status is now: NodeReady"), *BEATS,
+    ), "NODE_NOT_READY", "continue"),
+    Scene("groups of their own numbers are no mismatch", ONE, tuple(
+        ("log", r, "h-a", 700.0, f"[rank{r}]:[E1 ProcessGroupNCCL.cpp:655] [Rank {r}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType={op}, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600041 milliseconds before timing out.\n[rank{r}]:[E1 ProcessGroupNCCL.cpp:2299] [PG ID {pg} PG GUID {pg}(mesh) Rank {r}]  failure detected by watchdog at work sequence id: 9 PG status: last enqueued work: 9, last completed work: 8")
+        for r, op, pg in ((0, "ALLREDUCE", 1), (1, "ALLREDUCE", 1), (2, "BROADCAST", 2), (3, "BROADCAST", 2))
+    ), "UNKNOWN_ROOT", "restart_in_place"),
+    Scene("ranks that are one work ahead are not culprits", ONE, tuple(
+        ("log", r, "h-a", 700.0, watchdog(r, 81, queued, 80)) for r, queued in ((0, 83), (1, 83), (2, 83), (3, 82))
+    ), "UNKNOWN_ROOT", "restart_in_place"),
+    Scene("out of memory twice at the same step", ONE, (
+        ("agent", None, None, 0.0, "attempt 1 failed: rank 2 torch.OutOfMemoryError: CUDA out of memory at step 70"),
+        ("log", 2, "h-a", 50.0, "step 70\n" + tb("torch.OutOfMemoryError: CUDA out of memory.")), ("exit", 2, "h-a", 51.0, 1),
+    ), "CUDA_OOM", "stop", (2,)),
+    Scene("another record than last time", ONE, (
+        ("agent", None, None, 0.0, "attempt 1 failed: rank 0 tarfile.ReadError, shard part-01.tar"),
+        ("log", 2, "h-a", 50.0, "reading part-77.tar\n" + tb("tarfile.ReadError: unexpected end of data")), ("exit", 2, "h-a", 51.0, 1),
+    ), "DATA_CORRUPT", "restart_in_place", (2,)),
+)  # fmt: skip
+MORE = MORE + LATER

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from everstep.faults.candidates import NODE, OUTLIER, PEER, PROGRAM, Candidate, Found
 from everstep.faults.earlier import LOOP
+from everstep.faults.lines import Line
 from everstep.faults.records import Domain
 from everstep.faults.scene import Scene, bus_id
 from everstep.faults.special import SPECIAL
@@ -105,8 +106,12 @@ def step_of(scene: Scene, candidate: Candidate) -> int | None:
     if own:
         return max(own)
     beats = [beat.step for beat in scene.beats if beat.step is not None]
-    lines = [int(found["step"]) for line in scene.lines if line.source == "log"
-             for found in (_STEP.finditer(line.text) if "step" in line.text or "iter" in line.text else ())]  # fmt: skip
+    lines = [
+        int(found["step"])
+        for line in scene.lines
+        if line.source == "log" and ("step" in line.text or "iter" in line.text)
+        for found in _STEP.finditer(line.text)
+    ]
     return max(lines or beats, default=None)
 
 
@@ -171,8 +176,7 @@ def _recurring(candidate: Candidate, found: Found) -> Candidate:
     """Rule 9: the same before on other nodes is the program or its data; the same three times is
     left to a person, whatever it is that a restart in place was tried for."""
     times = found.past.times(candidate.fault)
-    told = found.scene.past and _again(candidate, found)
-    if candidate.domain in ("user_data", "user_code") and (told or _identical(candidate, found)):
+    if candidate.domain in ("user_data", "user_code") and _identical(candidate, found):
         return replace(candidate, action="stop", why="an earlier attempt ended the same way")
     if times >= LOOP - 1 and candidate.action in ("restart_in_place", "rollback"):
         return replace(candidate, action="stop", why=f"{times} earlier attempts ended the same way")
@@ -180,28 +184,38 @@ def _recurring(candidate: Candidate, found: Found) -> Candidate:
 
 
 def _identical(candidate: Candidate, found: Found) -> bool:
-    """Whether an earlier attempt met the class at the same step, as far as steps are told."""
-    if not found.past.times(candidate.fault):
+    """Whether an earlier attempt met the class at the same step and file, as far as these are
+    told."""
+    lines = [line for line in found.scene.past if _ENDED.search(line.text)]
+    same = [line for line in lines if _alike_in(line, candidate, found)]
+    if not same and not found.past.times(candidate.fault):
+        return False
+    if same:
+        return True
+    if lines and all(_other_file(line, found) for line in lines):
         return False
     steps = {int(m["step"]) for line in found.scene.past for m in _STEP.finditer(line.text)}
     now = step_of(found.scene, candidate)
     return not steps or now is None or now in steps or found.past.times(candidate.fault) >= LOOP - 1
 
 
-def _again(candidate: Candidate, found: Found) -> bool:
-    """Whether an earlier attempt ended by the same type of exception, at the same file where it
-    names one."""
-    types = {fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts}
-    types.discard("")
-    past = {id(line) for line in found.scene.past}
-    here = "\n".join(line.text for line in found.scene.lines if id(line) not in past)
-    for line in found.scene.past:
-        files = [path for path in _PATHS.findall(line.text) if "." in path.rpartition("/")[2]]
-        files = [path for path in files if path.rpartition(".")[2] not in _TYPES.findall(line.text)]
-        same = any(kind in line.text for kind in types)
-        if same and (not files or any(path in here for path in files)) and _ENDED.search(line.text):
-            return True
-    return False
+def _alike_in(line: Line, candidate: Candidate, found: Found) -> bool:
+    """Whether a line of the past names the same type of exception, and no other file."""
+    types = {fact.message.split(":")[0].rpartition(".")[2] for fact in candidate.facts} - {""}
+    if candidate.fault == "CUDA_OOM":  # of a class that also comes by chance the step decides
+        return False
+    return any(kind in line.text for kind in types) and not _other_file(line, found)
+
+
+def _other_file(line: Line, found: Found) -> bool:
+    """Whether a line of the past names files of which nothing is said this time."""
+    types = _TYPES.findall(line.text)
+    files = [path for path in _PATHS.findall(line.text)
+             if "." in path.rpartition("/")[2] and path.rpartition(".")[2] not in types]  # fmt: skip
+    past = {id(each) for each in found.scene.past}
+    return bool(files) and not any(
+        path in each.text for each in found.scene.lines if id(each) not in past for path in files
+    )
 
 
 def _same_again(candidate: Candidate, found: Found) -> Candidate:

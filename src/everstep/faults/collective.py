@@ -32,7 +32,10 @@ _STATUS = re.compile(
     r"(?i)last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work:"
     r" (?P<done>-?\d+)"
 )
-_GROUP = re.compile(r"PG (?:ID|GUID) (?P<id>\w+)(?: PG GUID (?P<guid>\w+))?")
+_GROUP = re.compile(r"PG GUID (?P<guid>\w+)|\[PG \d+ \((?P<name>\w+)\)")
+_AT = re.compile(r"(?i)at work(?: sequence id)?: (\d+)")
+_UNEVEN = re.compile(r"SEND|RECV|ALLTOALL|GATHER$|^SCATTER|COALESCED")
+"""Operations whose ranks rightly call other things, or with other sizes."""
 _MISSING = re.compile(
     r"(?i)\bmissing ranks?:?\s*[{\[(]?(?P<ranks>\d[\d, ]*)[}\])]?"
     r"|ranks? (?P<r2>[\d, ]+) (?:did not join|never joined|(?:is|are) missing)"
@@ -63,7 +66,8 @@ class Stuck:
     gil: set[int] = field(default_factory=set)
     heard: set[int] = field(default_factory=set)
     ops: dict[tuple[str, int], dict[int, tuple[str, str]]] = field(default_factory=dict)
-    queued: dict[int, int] = field(default_factory=dict)
+    queued: dict[tuple[str, int], int] = field(default_factory=dict)
+    stuck_at: dict[str, int] = field(default_factory=dict)
     observed: set[int] = field(default_factory=set)
     first: set[int] = field(default_factory=set)
 
@@ -89,14 +93,12 @@ class Stuck:
         )
 
     def _behind(self) -> set[int]:
-        if len(self.queued) < 2:
-            return set()
-        most = Counter(self.queued.values()).most_common()
-        top = max(self.queued.values())
-        if len(most) < 2 or (most[0][0] != top and most[0][1] > 1):
-            return set()
-        low = {rank for rank, queued in self.queued.items() if queued < top}
-        return low if len(low) < len(self.queued) - len(low) else set()
+        """Ranks that have not issued what others of the same group are stuck in."""
+        return {
+            rank
+            for (group, rank), queued in self.queued.items()
+            if queued < self.stuck_at.get(group, queued)
+        } - self.waiting
 
     def mismatch(self) -> tuple[set[int], bool]:
         """Ranks that called another operation under the same number, and whether any did."""
@@ -114,6 +116,8 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
     """Read all lines about collectives."""
     stuck = Stuck()
     ops: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
+    works: dict[tuple[int, int], tuple[str, str]] = {}
+    groups: dict[tuple[int, int], str] = {}
     for line in lines:
         if line.source not in ("log", "agent"):
             continue
@@ -132,12 +136,8 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
         if work := _WORK.search(text):
             stuck.waiting.add(rank)
             stuck.heard.add(rank)
-            group = _GROUP.search(text)
-            ops[group["guid"] or group["id"] if group else "", int(work["seq"])][rank] = (
-                work["op"], work["numel"] or "",
-            )  # fmt: skip
-        if status := _STATUS.search(text):
-            _status(stuck, rank, int(status["queued"]), int(status["done"]))
+            works[rank, int(work["seq"])] = (work["op"], work["numel"] or "")
+        _status(stuck, rank, text, groups)
         if _OBSERVED.search(text):
             stuck.heard.add(rank)
             stuck.observed.add(rank)
@@ -147,6 +147,9 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
             stuck.gil.add(rank)
         if "watchdog got stuck" in text:
             stuck.heard.add(rank)
+    for (rank, seq), call in works.items():
+        if (group := groups.get((rank, seq))) and not _UNEVEN.search(call[0]):
+            ops[group, seq][rank] = call
     stuck.ops = dict(ops)
     return stuck
 
@@ -162,10 +165,25 @@ def _named(text: str, stuck: Stuck) -> None:
         stuck.waiting.add(int(found["rank"]))
 
 
-def _status(stuck: Stuck, rank: int, queued: int, done: int) -> None:
+def _status(stuck: Stuck, rank: int, text: str, groups: dict[tuple[int, int], str]) -> None:
+    """One line ``last enqueued work: .., last completed work: ..`` of a group."""
+    status = _STATUS.search(text)
+    if status is None:
+        return
+    queued, done = int(status["queued"]), int(status["done"])
+    group = _group(text)
     stuck.heard.add(rank)
-    stuck.queued[rank] = max(queued, stuck.queued.get(rank, queued))
+    stuck.queued[group, rank] = max(queued, stuck.queued.get((group, rank), queued))
     (stuck.idle if queued == done else stuck.waiting).add(rank)
+    if at := _AT.search(text):
+        stuck.stuck_at[group] = max(int(at[1]), stuck.stuck_at.get(group, 0))
+        groups[rank, int(at[1])] = group
+
+
+def _group(text: str) -> str:
+    """The name of a process group that is the same on all of its ranks, where it is told."""
+    found = _GROUP.search(text)
+    return (found["guid"] or found["name"] or "") if found else ""
 
 
 def _rank(line: Line) -> int | None:

@@ -23,6 +23,7 @@ from everstep.faults.candidates import (
 )
 from everstep.faults.catalog import Catalog
 from everstep.faults.find import find
+from everstep.faults.peers import vote
 from everstep.faults.places import node_candidates
 from everstep.faults.programs import external_ends, program_candidates
 from everstep.faults.records import UNKNOWN, Evidence, Incident, RootDomain, Signal, Verdict
@@ -77,7 +78,11 @@ def choose(candidates: list[Candidate], found: Found) -> tuple[Candidate | None,
         return (None, "") if found.scene.dead else _of_notices(candidates, found)
     level = max(candidate.level for candidate in rest)
     top = [candidate for candidate in rest if candidate.level == level]
-    return (_first(top) if level == PROGRAM else max(top, key=_depth)), ""
+    if level != PROGRAM:
+        return max(top, key=_depth), ""
+    if _unordered(top, found):
+        return _named_by_peers(top, found)
+    return _first(top), ""
 
 
 def _settled(incident: Incident) -> Incident:
@@ -182,6 +187,23 @@ def _of_several(group: list[Candidate], found: Found) -> Candidate | None:
         return first
     deep = sorted(group, key=lambda c: -c.depth)
     return deep[0] if deep[0].depth >= deep[1].depth + 10 else None
+
+
+def _unordered(group: list[Candidate], found: Found) -> bool:
+    """Whether a clock that is wrong stands behind the times of some candidates."""
+    wrong = {fact.node for fact in found.of("CLOCK_SKEW") if fact.node is not None}
+    places = [{found.scene.node_of(rank) for rank in candidate.ranks} for candidate in group]
+    return len(group) > 1 and any(place & wrong for place in places) and len(set.union(*places)) > 1
+
+
+def _named_by_peers(group: list[Candidate], found: Found) -> tuple[Candidate | None, str]:
+    """Without an order in time: whom the errors of peers name."""
+    votes = vote([fact for fact in found.facts if fact.kind == "peer"], found.scene)
+    node = votes.node if votes is not None and not votes.tied else None
+    named = [c for c in group if node in {found.scene.node_of(rank) for rank in c.ranks}]
+    if node is not None and named:
+        return max(named, key=_depth), "peers name its node"
+    return None, "the clocks of the nodes give no order, and peers name neither"
 
 
 def _first(group: list[Candidate]) -> Candidate:

@@ -43,9 +43,9 @@ _SENT = re.compile(
 )
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
-_BEAT = re.compile(
-    r"(?:\bstep=(?P<step>\d+))?.*?(?:\bphase=(?P<phase>\S+))?.*?\blast_beat_age_s=(?P<age>[\d.]+)"
-)
+_AGE = re.compile(r"\blast_beat_age_s=(?P<age>[\d.]+)")
+_BEAT_STEP = re.compile(r"\bstep=(?P<step>\d+)")
+_PHASE = re.compile(r"\bphase=(?P<phase>\S+)")
 _FINISHED = re.compile(
     r"(?i)\btraining (?:is )?(?:finished|complete[d]?|done)\b|\bfinal checkpoint (?:saved|written"
     r"|committed|complete)"
@@ -257,17 +257,8 @@ def _whom(found: re.Match[str], line: Line, scene: Scene) -> set[int]:
 
 def _life(scene: Scene) -> None:
     for line in scene.lines:
-        if (
-            line.source == "heartbeat"
-            and line.rank is not None
-            and (found := _BEAT.search(line.text))
-        ):
-            scene.beats.append(
-                Beat(
-                    line.rank, int(found["step"]) if found["step"] else None, found["phase"] or "",
-                    float(found["age"]), line.time, "process=dead" not in line.text,
-                )
-            )  # fmt: skip
+        if line.source == "heartbeat":
+            scene.beats += _beat(line)
         elif line.source == "log" and _ended(line.text):
             scene.over = True
             if line.time is not None:
@@ -275,6 +266,19 @@ def _life(scene: Scene) -> None:
     codes = [end.code for end in scene.ends.values()]
     if codes and all(code == 0 for code in codes) and len(codes) >= max(scene.world, 1):
         scene.over = True
+
+
+def _beat(line: Line) -> list[Beat]:
+    age = _AGE.search(line.text)
+    if age is None or line.rank is None:
+        return []
+    step, phase = _BEAT_STEP.search(line.text), _PHASE.search(line.text)
+    return [
+        Beat(
+            line.rank, int(step["step"]) if step else None, phase["phase"] if phase else "",
+            float(age["age"]), line.time, "process=dead" not in line.text,
+        )
+    ]  # fmt: skip
 
 
 def _ended(text: str) -> bool:

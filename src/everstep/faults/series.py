@@ -34,7 +34,7 @@ _TREND = re.compile(
     r"|expected)[ =:]+(?P<level>[\d.]+)"
 )
 _COLLECTIVE = re.compile(
-    r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|comm|wait"
+    r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|\bcomm\b|communicat|wait"
 )
 
 
