@@ -51,7 +51,7 @@ def _line(rng: random.Random, step: int) -> bytes:
     if draw < STORM + LONG:
         return b"config: " + b"abcdefghij" * 100_000 + b"\n"
     if draw < STORM + LONG + BARS:
-        bars = (f"\r{n}%|{'#' * (n // 5)}| {n}/100 [00:10<00:12, 9.1it/s]" for n in range(0, 100, 5))
+        bars = (f"\r{n}%|{'#' * (n // 5)}| {n}/100 [00:10<00:12, 9it/s]" for n in range(0, 100, 5))
         return "".join(bars).encode() + b"\n"
     if draw < STORM + LONG + BARS + BROKEN:
         return b"sample \xff\xfe\xc3\x28 decoded with replacement, step %d\n" % step

@@ -196,7 +196,8 @@ def _identical(candidate: Candidate, found: Found) -> bool:
         return False
     steps = {int(m["step"]) for line in found.scene.past for m in _STEP.finditer(line.text)}
     now = step_of(found.scene, candidate)
-    return not steps or now is None or now in steps or found.past.times(candidate.fault) >= LOOP - 1
+    often = found.past.times(candidate.fault) >= LOOP - 1
+    return often or not steps or now is None or now in steps
 
 
 def _alike_in(line: Line, candidate: Candidate, found: Found) -> bool:
@@ -210,8 +211,8 @@ def _alike_in(line: Line, candidate: Candidate, found: Found) -> bool:
 def _other_file(line: Line, found: Found) -> bool:
     """Whether a line of the past names files of which nothing is said this time."""
     types = _TYPES.findall(line.text)
-    files = [path for path in _PATHS.findall(line.text)
-             if "." in path.rpartition("/")[2] and path.rpartition(".")[2] not in types]  # fmt: skip
+    paths = [path for path in _PATHS.findall(line.text) if "." in path.rpartition("/")[2]]
+    files = [path for path in paths if path.rpartition(".")[2] not in types]
     past = {id(each) for each in found.scene.past}
     return bool(files) and not any(
         path in each.text for each in found.scene.lines if id(each) not in past for path in files

@@ -147,9 +147,9 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
             stuck.gil.add(rank)
         if "watchdog got stuck" in text:
             stuck.heard.add(rank)
-    for (rank, seq), call in works.items():
-        if (group := groups.get((rank, seq))) and not _UNEVEN.search(call[0]):
-            ops[group, seq][rank] = call
+    for (rank, seq), made in works.items():
+        if (group := groups.get((rank, seq))) and not _UNEVEN.search(made[0]):
+            ops[group, seq][rank] = made
     stuck.ops = dict(ops)
     return stuck
 

@@ -28,6 +28,7 @@ from everstep.faults.places import node_candidates
 from everstep.faults.programs import external_ends, program_candidates
 from everstep.faults.records import UNKNOWN, Evidence, Incident, RootDomain, Signal, Verdict
 from everstep.faults.scene import Scene, scene_of
+from everstep.faults.victims import victims
 from everstep.faults.waiting import (
     beat_candidates,
     collective_candidates,
@@ -235,7 +236,7 @@ def _verdict(
         root_ranks=ranks,
         root_node=chosen.node,
         root_domain=_root_domain(chosen),
-        victim_ranks=_victims(found, chosen),
+        victim_ranks=victims(found, chosen),
         confidence=_CONFIDENCE.get(chosen.level, 0.6),
         evidence=_evidence(chosen, "root"),
         discarded=_discarded(candidates, chosen),
@@ -252,21 +253,9 @@ def _unknown(candidates: list[Candidate], found: Found, reason: str) -> Verdict:
     known = found.catalog.known[UNKNOWN]
     return Verdict(
         fault=UNKNOWN, domain="unknown", action=known.action,
-        victim_ranks=_victims(found, None), discarded=_discarded(candidates, None),
+        victim_ranks=victims(found, None), discarded=_discarded(candidates, None),
         advice=known.advice, message=reason or "no candidate for a root",
     )  # fmt: skip
-
-
-def _victims(found: Found, chosen: Candidate | None) -> tuple[int, ...]:
-    """Ranks that only show effects: errors of peers, our signals, aborts, timeouts."""
-    scene = found.scene
-    shown = {fact.rank for fact in chosen.facts} if chosen else set()
-    ranks = {fact.rank for fact in found.facts if fact.kind in ("peer", "watchdog", "signal")}
-    ranks |= scene.ours | {end.rank for end in scene.ends.values() if end.code < 0}
-    if chosen is None or not (chosen.ranks or chosen.level >= NODE):
-        ranks -= shown
-    roots = chosen.ranks if chosen else frozenset()
-    return tuple(sorted(rank for rank in ranks if rank is not None and rank not in roots))
 
 
 def _root_domain(chosen: Candidate) -> RootDomain:

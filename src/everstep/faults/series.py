@@ -22,6 +22,8 @@ PLATEAU_STEPS = 100
 SLOW = 1.05
 """A rank whose computing takes this many times the median sets the pace."""
 SILENT_S = 60.0
+WAITS = 0.3
+"""A rank that waits for this share of its computing waits for another one."""
 
 _LOSS = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?|it)\b[ =:#]*(?P<step>\d+).*?\b(?:lm[ _]"
@@ -123,3 +125,17 @@ def silent_in(beats: list[Beat]) -> set[int]:
         if behind and len(behind) < len(steps) - len(behind):
             return behind
     return set()
+
+
+def waiting_in(beats: list[Beat], lines: list[Line]) -> set[int]:
+    """Ranks that stand in a collective since long, or whose steps are mostly waiting."""
+    waits = {beat.rank for beat in beats if beat.age >= SILENT_S and _COLLECTIVE.search(beat.phase)}
+    for line in lines:
+        found = _COMPUTE.search(line.text) if line.source == "steptime" else None
+        if (
+            found
+            and line.rank is not None
+            and float(found["wait"] or 0) > WAITS * float(found["compute"])
+        ):
+            waits.add(line.rank)
+    return waits
