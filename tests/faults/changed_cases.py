@@ -132,6 +132,30 @@ def prefixed(read: Read, rng: random.Random) -> Read:
     return _texts(read, change)
 
 
+def oddly_prefixed(read: Read, rng: random.Random) -> Read:
+    """A prefix of no known form."""
+
+    def change(signal: Signal) -> str:
+        if signal.source != "log":
+            return signal.text
+        form = rng.choice(["worker-7 | ", "[job/lm-2] ", "<n17> ", "trainer-0: ", "(w4) : "])
+        return "\n".join(form + line for line in signal.text.split("\n"))
+
+    return _texts(read, change)
+
+
+def twice_prefixed(read: Read, rng: random.Random) -> Read:
+    """One collector behind another."""
+    return prefixed(prefixed(read, rng), rng)
+
+
+def readdressed(read: Read, rng: random.Random) -> Read:
+    """Nodes have other names, and nobody says which addresses are theirs."""
+    other = renamed(read, rng)
+    incident = msgspec.structs.replace(other.incident, addresses={})
+    return Read(incident, other.expect)
+
+
 def coloured(read: Read, rng: random.Random) -> Read:
     """Terminals' colours and a progress bar."""
 
@@ -219,7 +243,7 @@ def merged(read: Read, rng: random.Random) -> Read:
 CHANGES: dict[str, Change] = {
     "renamed": renamed, "permuted": permuted, "reranked": reranked, "prefixed": prefixed,
     "coloured": coloured, "shortened": shortened, "interleaved": interleaved, "wrapped": wrapped,
-    "merged": merged,
+    "merged": merged, "readdressed": readdressed, "oddly prefixed": oddly_prefixed, "twice prefixed": twice_prefixed,
 }  # fmt: skip
 
 __all__ = ["BENIGN", "CHANGES", "Expected"]

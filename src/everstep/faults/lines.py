@@ -24,6 +24,16 @@ NARROWEST = 60
 WIDTHS = frozenset((80, 100, 120, 132, 140, 150, 160, 180, 200, 220, 240, 256))
 """Columns that terminals have; of another width one full line alone tells nothing."""
 
+MARKED = 3
+"""Lines from which on a common beginning is one that a collector put there."""
+
+_MARK = re.compile(r"(?:[\])>|:]|--) ?(?<= )")
+_RANKED = re.compile(r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|mlx5|EDAC|mce|slurm|srun|torch|ERROR|WARN|INFO|DEBUG|Traceback|Error|File|\[[EWIF]\d*\b")
+_ODD = re.compile(
+    r"^(?!.{0,40}\b(?:INFO|WARN|WARNING|DEBUG)\b)(?:[\[(<]?[\w./@=#,-]+[\])>]?(?: [|>]|[:>])? ){1,2}(?<=[\]):>|] )"
+    r"(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|Traceback \(most|  File \")"
+)
+"""A prefix of no known form before a line of a traceback."""
 _ANSI = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _SAID = ("log", "message", "msg", "text", "exc_info", "exception", "stack_trace", "traceback")
@@ -47,6 +57,7 @@ _PREFIX = re.compile(
 )
 _GLUED = re.compile(r"\[rank(\d+)\]:(?: (?=\S)|(?=\[))")
 """A rank's prefix inside a line: what stood before it, a progress bar mostly, is another's."""
+_IN_PREFIX = re.compile(r"(?i)\brank[ _:=-]?(\d+)")
 _SPOKEN = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
 _LABEL = re.compile(r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): ")
 _STARTS = re.compile(
@@ -93,6 +104,8 @@ def clean(text: str) -> list[str]:
 def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) -> Iterator[Line]:
     """The lines of one signal; a rank that a line names goes before the signal's own."""
     raw = clean(signal.text)
+    if signal.source in ("log", "slurm") and (common := _common(raw)):
+        raw = [line[common:] for line in raw]
     labels = signal.source in ("log", "slurm") and _labels(raw)
     for order, text in enumerate(_joined(raw)):
         text, rank, node = _stripped(text, signal, labels, nodes)
@@ -124,6 +137,18 @@ def _labels(raw: list[str]) -> bool:
     numbers = sum(count for label, count in found.items() if label[0].isdigit())
     hosts = sum(count for label, count in found.items() if re.search(r"\d", label))
     return len(raw) > 1 and max(numbers, hosts) >= 0.6 * len(raw)
+
+
+def _common(raw: list[str]) -> int:
+    """Length of what a collector put before every line: the same on all, and set off by a mark."""
+    if len(raw) < MARKED:
+        return 0
+    first, last = min(raw), max(raw)
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    marks = list(_MARK.finditer(first, 0, min(same, 60)))
+    if not marks or _RANKED.search(first, 0, marks[-1].end()):
+        return 0
+    return marks[-1].end()
 
 
 def _joined(raw: list[str]) -> list[str]:
@@ -168,6 +193,10 @@ def _stripped(
         text = text[found.end() :]
     if source == "log" and (glued := _GLUED.search(text)):
         rank, text = int(glued[1]), text[glued.end() :]
+    if source == "log" and (odd := _ODD.match(text)):
+        said = _IN_PREFIX.search(odd.group())
+        rank = int(said[1]) if said and rank is None else rank
+        text = text[odd.end() :]
     if rank is None and source == "log" and (named := _SPOKEN.search(text)):
         rank = int(named[1])
     return text.rstrip(), rank, node

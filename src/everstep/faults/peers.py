@@ -50,7 +50,18 @@ def vote(facts: list[Fact], scene: Scene, waiting: frozenset[str] = frozenset())
     ).most_common()
     if others and others[0][1] == count:
         return Vote(None, "", True, voters)
-    return Vote(best if best in scene.nodes else None, best, False, voters)
+    node = best if best in scene.nodes else _silent(scene, naming)
+    return Vote(node, best, False, voters)
+
+
+def _silent(scene: Scene, naming: set[str]) -> str | None:
+    """Where an address belongs to no known node: the only node that nobody was heard of, while
+    ranks of all others name that address."""
+    speaking = {line.node or scene.node_of(line.rank) for line in scene.lines
+                if line.source in ("log", "exit") and line.rank is not None}  # fmt: skip
+    silent = [node for node, ranks in scene.nodes.items() if ranks and node not in speaking]
+    others = set(scene.nodes) - set(silent)
+    return silent[0] if len(silent) == 1 and others <= naming else None
 
 
 def _host(address: str) -> str:

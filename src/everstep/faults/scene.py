@@ -37,9 +37,10 @@ _USES = re.compile(
 )
 _COMMITS = re.compile(r"(?i)\b(?:last committed|no (?:new(?:er)? )?(?:committed )?checkpoint)\b")
 _SENT = re.compile(
-    r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)"
-    r"|signal \d+)[^\n;]{0,12}? to (?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+"
-    r"|every[\w ]+)"
+    r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to "
+    r"(?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+|every[\w ]+)"
+    r"|\bSIG(?:TERM|KILL|INT|ABRT) (?:was )?sent to (?P<w2>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+)"
+    r"|\b(?:kill|terminat|stopp)(?:ed|ing) (?P<w3>(?:the )?(?:survivors?|(?:all )?(?:other )?(?:ranks?|workers?))[ \d,and-]*)"
 )
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
@@ -247,7 +248,7 @@ def _own_signals(scene: Scene) -> None:
 def _whom(found: re.Match[str], line: Line, scene: Scene) -> set[int]:
     if re.search(r"(?i)\b(?:no|never|not) (?:signal )?(?:was )?$", line.text[: found.start()]):
         return set()
-    named = numbers_in(found["who"])
+    named = numbers_in(found["who"] or found["w2"] or found["w3"])
     if named:
         return named
     failed = re.search(r"rank (\d+) (?:failed|ended|exited|died)", line.text)
