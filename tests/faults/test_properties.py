@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from classify_scenes import SCENES, Scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,3 +72,21 @@ def test_verdict_is_the_same_when_lines_of_victims_are_lost(
 def test_any_text_is_judged(text: str, source: str) -> None:
     verdict = judge(Incident("x", (Signal(source, text, rank=0),)), load())  # type: ignore[arg-type]
     assert verdict.action
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[rank99999999999]: ValueError: x",
+        "[default88888888888]: ValueError: x",
+        "srun: error: n: tasks 0-99999999999: Killed",
+        "missing ranks: {1-99999999999}",
+        "sent SIGKILL to ranks 0-99999999999",
+        "step 99999999999999999999999 loss 1",
+        '{"log": 3}',
+        '{"',
+        "rank : 99999999999\nexitcode : 1",
+    ],
+)
+def test_absurd_numbers_are_judged_at_once(text: str) -> None:
+    assert judge(Incident("x", (Signal("log", text), Signal("agent", text))), load()).action

@@ -211,7 +211,9 @@ def _of_local(local: int, node: str | None, nodes: Mapping[str, tuple[int, ...]]
     if node in nodes and node is not None:
         ranks = sorted(nodes[node])
     elif len(nodes) <= 1:
-        ranks = sorted(next(iter(nodes.values()), ())) or list(range(local + 1))
+        ranks = sorted(next(iter(nodes.values()), ()))
+        if not ranks:
+            return local
     else:
         return None
     return ranks[local] if local < len(ranks) else None

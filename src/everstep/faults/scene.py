@@ -17,6 +17,8 @@ from everstep.faults.lines import Line, lines_of
 from everstep.faults.match import is_past
 from everstep.faults.records import Incident
 
+MOST_RANKS = 1_000_000
+"""A larger number that a line calls a rank is none."""
 FRESH_S = 60.0
 """A heartbeat younger than this is a sign of life."""
 
@@ -227,8 +229,9 @@ def _fill(scene: Scene) -> None:
     heard = told | set(scene.ends)
     if not scene.incident.nodes:
         heard |= {line.rank for line in scene.lines if line.rank is not None}
-        heard |= set(range(max(heard, default=-1) + 1))
-    scene.world = len(known | heard)
+        highest = max((rank for rank in heard if rank < MOST_RANKS), default=-1)
+        scene.world = highest + 1
+    scene.world = max(scene.world, len(known | heard))
     for end in scene.ends.values():
         if end.pid is not None and end.pid > 1:
             scene.pids[end.node or scene.node_of(end.rank), end.pid] = end.rank
