@@ -115,6 +115,11 @@ HANG = "".join(
     "[rank3]:[E311 14:02:56.300 ProcessGroupNCCL.cpp:1346] [PG 0 (default_pg) Rank 3] Received a dump signal due to a collective timeout from  rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: 54, last completed NCCL work: 54.This is most likely caused by incorrect usages of collectives\n"
 )  # fmt: skip
 
+HYDRA = (
+    "[0] n0:135:135 [0] NCCL INFO Connected all rings\n[1] n2:225:225 [0] NCCL INFO Connected all rings\n"
+    '[0] step 1\n[1] Traceback (most recent call last):\n[1]   File "/a/t.py", line 4, in f\n[1] IndexError: list index out of range\n'
+)
+
 LOGS: tuple[tuple[str, str, str, tuple[int, ...], str | None], ...] = (
     ("torchrun with ranks", WITH_RANKS, "USER_EXCEPTION", (2,), None),
     ("torchrun without ranks", WITHOUT_RANKS, "USER_EXCEPTION", (2,), None),
@@ -127,5 +132,6 @@ LOGS: tuple[tuple[str, str, str, tuple[int, ...], str | None], ...] = (
     ("dmesg", DMESG, "XID_79", (), None),
     ("kubectl describe", DESCRIBE, "HOST_OOM_KILL", (), None),
     ("DeepSpeed's launcher", DEEPSPEED, "CUDA_OOM", (3,), None),
+    ("ranks in brackets", HYDRA, "USER_EXCEPTION", (1,), None),
     ("a rank that did not join", HANG, "NCCL_WATCHDOG_TIMEOUT", (3,), None),
 )

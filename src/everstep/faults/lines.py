@@ -28,7 +28,9 @@ MARKED = 3
 """Lines from which on a common beginning is one that a collector put there."""
 
 _MARK = re.compile(r"(?:[\])>|:]|--) ?(?<= )")
-_RANKED = re.compile(r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|mlx5|EDAC|mce|slurm|srun|torch|ERROR|WARN|INFO|DEBUG|Traceback|Error|File|\[[EWIF]\d*\b")
+_RANKED = re.compile(
+    r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|mlx5|EDAC|mce|slurm|srun|torch|ERROR|WARN|INFO|DEBUG|Traceback|Error|File|\[[EWIF]\d*\b"
+)
 _ODD = re.compile(
     r"^(?!.{0,40}\b(?:INFO|WARN|WARNING|DEBUG)\b)(?:[\[(<]?[\w./@=#,-]+[\])>]?(?: [|>]|[:>])? ){1,2}(?<=[\]):>|] )"
     r"(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|Traceback \(most|  File \")"
@@ -59,7 +61,9 @@ _GLUED = re.compile(r"\[rank(\d+)\]:(?: (?=\S)|(?=\[))")
 """A rank's prefix inside a line: what stood before it, a progress bar mostly, is another's."""
 _IN_PREFIX = re.compile(r"(?i)\brank[ _:=-]?(\d+)")
 _SPOKEN = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
-_LABEL = re.compile(r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): ")
+_LABEL = re.compile(
+    r"(?:(?P<host>[A-Za-z][\w.-]*)(?: (?P<r0>\d+))?|(?P<r1>\d+)): |\[(?P<r2>\d{1,4})\] (?=\S)"
+)
 _STARTS = re.compile(
     r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d"
 )
@@ -134,7 +138,9 @@ def _bounded(line: str) -> str:
 def _labels(raw: list[str]) -> bool:
     """Whether most lines begin with a label of srun, pdsh or a collector (``3: ``, ``host: ``)."""
     found = Counter(m.group() for line in raw if (m := _LABEL.match(line)))
-    numbers = sum(count for label, count in found.items() if label[0].isdigit())
+    if len(found) > max(len(raw) / 2, 2):
+        return False  # numbers of lines, not of ranks
+    numbers = sum(count for label, count in found.items() if label.lstrip("[")[0].isdigit())
     hosts = sum(count for label, count in found.items() if re.search(r"\d", label))
     return len(raw) > 1 and max(numbers, hosts) >= 0.6 * len(raw)
 
@@ -144,7 +150,9 @@ def _common(raw: list[str]) -> int:
     if len(raw) < MARKED:
         return 0
     first, last = min(raw), max(raw)
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+    )
     marks = list(_MARK.finditer(first, 0, min(same, 60)))
     if not marks or _RANKED.search(first, 0, marks[-1].end()):
         return 0
@@ -175,7 +183,7 @@ def _stripped(
     rank, node, source = signal.rank, signal.node, signal.source
     if labels and not _KERNEL.match(text) and (label := _LABEL.match(text)):
         text = text[label.end() :]
-        named = label["r0"] or label["r1"]
+        named = label["r0"] or label["r1"] or label["r2"]
         rank = int(named) if named and rank is None and source == "log" else rank
         node = label["host"] if label["host"] and node is None else node
     for _ in range(8):
