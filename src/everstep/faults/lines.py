@@ -29,10 +29,12 @@ MARKED = 3
 
 _MARK = re.compile(r"(?:[\])>|:]|--) ?(?<= )")
 _RANKED = re.compile(
-    r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|mlx5|EDAC|mce|slurm|srun|torch|ERROR|WARN|INFO|DEBUG|Traceback|Error|File|\[[EWIF]\d*\b"
+    r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|mlx5|EDAC|mce|slurm|srun|torch"
+    r"|ERROR|WARN|INFO|DEBUG|Traceback|Error|File|\[[EWIF]\d*\b"
 )
 _ODD = re.compile(
-    r"^(?!.{0,40}\b(?:INFO|WARN|WARNING|DEBUG)\b)(?:[\[(<]?[\w./@=#,-]+[\])>]?(?: [|>]|[:>])? ){1,2}(?<=[\]):>|] )"
+    r"^(?!.{0,40}\b(?:INFO|WARN|WARNING|DEBUG)\b)(?:[\[(<]?[\w./@=#,-]+[\])>]?(?: [|>]"
+    r"|[:>])? ){1,2}(?<=[\]):>|] )"
     r"(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|Traceback \(most|  File \")"
 )
 """A prefix of no known form before a line of a traceback."""

@@ -41,8 +41,10 @@ _COMMITS = re.compile(r"(?i)\b(?:last committed|no (?:new(?:er)? )?(?:committed 
 _SENT = re.compile(
     r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to "
     r"(?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+|every[\w ]+)"
-    r"|\bSIG(?:TERM|KILL|INT|ABRT) (?:was )?sent to (?P<w2>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+)"
-    r"|\b(?:kill|terminat|stopp)(?:ed|ing) (?P<w3>(?:the )?(?:survivors?|(?:all )?(?:other )?(?:ranks?|workers?))[ \d,and-]*)"
+    r"|\bSIG(?:TERM|KILL|INT|ABRT) (?:was )?sent to (?P<w2>(?:all )?(?:other )?ranks?[ \d,and-]*"
+    r"|all [\w ]+)"
+    r"|\b(?:kill|terminat|stopp)(?:ed|ing) (?P<w3>(?:the )?(?:survivors?"
+    r"|(?:all )?(?:other )?(?:ranks?|workers?))[ \d,and-]*)"
 )
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")

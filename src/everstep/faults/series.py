@@ -36,7 +36,8 @@ _TREND = re.compile(
     r"|expected)[ =:]+(?P<level>[\d.]+)"
 )
 _COLLECTIVE = re.compile(
-    r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|\bcomm\b|communicat|wait"
+    r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|\bcomm\b|communicat"
+    r"|wait"
 )
 
 
