@@ -202,3 +202,28 @@ LATER: tuple[Scene, ...] = (
     ), "DATA_CORRUPT", "restart_in_place", (2,)),
 )  # fmt: skip
 MORE = MORE + LATER
+
+LAST: tuple[Scene, ...] = (
+    Scene("heat that slows nobody", TWO, (
+        ("gpu", None, "h-b", 80.0, "GPU 2: SW Thermal Slowdown : Active"), *BEATS,
+    ), "GPU_THERMAL", "continue"),
+    Scene("a port that goes down twice", TWO, (
+        ("log", 4, "h-b", 40.0, "NCCL WARN NET/IB : mlx5_1:1 Got async event : port error\nNCCL WARN NET/IB : mlx5_1:1 Got async event : port active\nNCCL WARN NET/IB : mlx5_1:1 Got async event : port error"),
+        *BEATS,
+    ), "IB_LINK_DOWN", "restart_elsewhere", (4,), "h-b"),
+    Scene("a bus error while there is room", ONE, (
+        ("exit", 1, "h-a", 9.0, -7), ("agent", None, "h-a", 10.0, "df /dev/shm: size 64G used 2G"),
+    ), "NATIVE_CRASH", "restart_in_place", (1,)),
+    Scene("more than any node has", ONE, (
+        ("kubernetes", None, None, 9.0, "Warning  FailedScheduling  default-scheduler  0/4 nodes are available: 4 Insufficient nvidia.com/gpu."),
+        ("kubernetes", None, None, 9.0, "request nvidia.com/gpu: 16; allocatable nvidia.com/gpu per node: 8"),
+    ), "UNSCHEDULABLE_QUOTA", "stop"),
+    Scene("more than the quota will ever give", ONE, (
+        ("kubernetes", None, None, 9.0, "pods \"w-0\" is forbidden: exceeded quota: q, requested: requests.nvidia.com/gpu=8, used: requests.nvidia.com/gpu=0, limited: requests.nvidia.com/gpu=4"),
+    ), "UNSCHEDULABLE_QUOTA", "stop"),
+    Scene("NaN three times", ONE, (
+        ("agent", None, None, 0.0, "attempt 1: NaN at step 70, rolled back to 60\nattempt 2: NaN at step 70, rolled back to 40"),
+        ("log", 0, "h-a", 50.0, "step 70 loss nan"), ("exit", 0, "h-a", 51.0, 1),
+    ), "NAN_INF", "stop"),
+)  # fmt: skip
+MORE = MORE + LAST

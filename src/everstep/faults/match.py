@@ -19,10 +19,10 @@ _DENIAL = re.compile(
     r"|(?:^|[,;:(] ?|\b(?:has|had|with|found|are|shows?) )0 (?:[\w-]+ ){0,1})$"
 )
 _PAST = re.compile(
-    r"(?i)^(?:history\b|attempts? \d+\b|(?:a |the )?previous attempt|last (?:week|day)"
-    r"|earlier attempt"
-    r"|\d+ other jobs?\b|other jobs?\b)"
+    r"(?i)^(?:history\b|last (?:week|day)|\d+ other jobs?\b|other jobs?\b)"
+    r"|\b(?:previous|earlier|last) (?:attempts?|runs?)\b|\battempts? \d"
 )
+_NOW = re.compile(r"(?i)\bsent (?:SIG|signal)|\bSIG\w+ (?:was )?sent\b")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class Fact:
 
 def is_past(line: Line) -> bool:
     """Whether a line tells of earlier attempts or of other jobs: no fact of this incident."""
-    return line.source == "agent" and _PAST.match(line.text) is not None
+    if line.source != "agent" or _NOW.search(line.text):
+        return False
+    return (line.time is not None and line.time < 0) or _PAST.search(line.text) is not None
 
 
 def facts_of(lines: Iterable[Line], catalog: Catalog) -> list[Fact]:

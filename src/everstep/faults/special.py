@@ -7,6 +7,7 @@ Owns: one function for each such class. Never does: I/O, choose. Called by:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from everstep.faults.match import Fact
 from everstep.faults.otherwise import differs, whole_node
 from everstep.faults.records import Action, Domain
 from everstep.faults.scene import bus_id
-from everstep.faults.series import silent_in
+from everstep.faults.series import silent_in, straggler_in
 
 LATE_S = 3600.0
 """Seconds of an attempt after which its credentials were good once."""
@@ -52,6 +53,16 @@ _PAIR = re.compile(r"(?P<a>[\w.-]+)\s?(?:/|<->|->|-)\s?(?P<b>[\w.-]+)")
 
 _TRAFFIC = re.compile(r"(?i)rdma|traffic|tx/rx|xmit|rcv")
 _NOTHING = re.compile(r"([\w.-]+):? (?:0(?:\.0)? ?[KMG]?B|no traffic)\b")
+_SHM = re.compile(
+    r"/dev/shm\b[^\n]{0,20}size (?P<size>[\d.]+[KMGT])[^\n]{0,6} used (?P<used>[\d.]+[KMGT])"
+)
+_ASKED = re.compile(
+    r"(?i)\brequests? (?:for )?[\w./]*gpu:? (?P<wants>\d+)\b[^\n]{0,60}"
+    r"\ballocatable[^\n\d]{0,40}: ?(?P<most>\d+)"
+)
+_QUOTA = re.compile(
+    r"(?i)\brequested: [\w./]+=(?P<wants>\d+)\b[^\n]{0,80}\blimited: [\w./]+=(?P<most>\d+)"
+)
 _FOREIGN = re.compile(
     r"(?i)other (?:user|job|tenant|container)|not (?:one )?of (?:this|our) job|foreign"
     r"|unknown process|of job \S+"
@@ -279,11 +290,49 @@ def _slow_path(candidate: Candidate, found: Found) -> Candidate:
 
 
 def _port(candidate: Candidate, found: Found) -> Candidate:
-    """The ranks of the node that met the port's errors; all of it where none tells."""
+    """The ranks of the node that met the port's errors, all of it where none tells. A port that
+    goes down twice is no flap that the transport outlives."""
     met = [fact for fact in found.of("IB_LINK_DOWN", "IB_CQE_ERR") if fact.line.rank is not None]
+    downs = Counter(fact.rank for fact in candidate.facts)
     return replace(
-        candidate, ranks=_on(met, found.scene.ranks_of(candidate.node)) or candidate.ranks
+        candidate,
+        ranks=_on(met, found.scene.ranks_of(candidate.node)) or candidate.ranks,
+        survivable=candidate.survivable and max(downs.values(), default=0) < 2,
     )
+
+
+def _hot(candidate: Candidate, found: Found) -> Candidate:
+    """Heat that slows no rank down is only noted."""
+    slow = straggler_in(found.scene.lines)
+    return replace(candidate, survivable=slow is None)
+
+
+def _bus_error(candidate: Candidate, found: Found) -> Candidate:
+    """A bus error while /dev/shm has room is another crash of native code."""
+    told = [fact for fact in candidate.facts if fact.line.source != "exit"]
+    rooms = [m for line in found.scene.lines for m in _SHM.finditer(line.text)]
+    free = rooms and all(_bytes(m["used"]) < 0.8 * _bytes(m["size"]) for m in rooms)
+    if told or not free:
+        return candidate
+    known = found.catalog.known["NATIVE_CRASH"]
+    return replace(
+        candidate, fault="NATIVE_CRASH", domain=known.domain or "framework", action=known.action,
+        why="a bus error while /dev/shm has room",
+    )  # fmt: skip
+
+
+def _no_room(candidate: Candidate, found: Found) -> Candidate:
+    """What asks for more than any node or the quota has will never fit."""
+    for line in found.scene.lines:
+        for form in (_ASKED, _QUOTA):
+            for told in form.finditer(line.text):
+                if int(told["wants"]) > int(told["most"]):
+                    return replace(candidate, action="stop", why="it asks for more than there is")
+    return candidate
+
+
+def _bytes(text: str) -> float:
+    return float(text[:-1]) * 1024.0 ** "KMGT".index(text[-1].upper())
 
 
 def _on(facts: Sequence[Fact], ranks: tuple[int, ...]) -> frozenset[int]:
@@ -309,5 +358,9 @@ SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "GPU_LOST": _lost,
     "IB_CQE_ERR": _pairs,
     "IB_LINK_DOWN": _port,
+    "GPU_THERMAL": _hot,
+    "SIGBUS_SHM": _bus_error,
+    "UNSCHEDULABLE_QUOTA": _no_room,
+    "DATA_MISSING": _one_node,
     "ROCE_ECMP_SLOW": _slow_path,
 }
