@@ -168,9 +168,12 @@ def _hung(candidate: Candidate, found: Found) -> Candidate:
 
 
 def _odd_call(candidate: Candidate, found: Found) -> Candidate:
-    """The rank that calls something else than most, where the fingerprints tell."""
+    """The rank that calls something else than most, where the fingerprints tell; those who only
+    report it are not it."""
     odd, _ = found.stuck.mismatch()
-    return replace(candidate, ranks=frozenset(odd)) if odd else candidate
+    if candidate.level != PROGRAM and not odd:
+        return candidate
+    return replace(candidate, ranks=frozenset(odd))
 
 
 def _sustained(candidate: Candidate, found: Found) -> Candidate:

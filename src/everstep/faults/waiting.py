@@ -222,7 +222,7 @@ def _named(found: Found, fault: str, votes: Vote | None) -> list[Candidate]:
 
 
 def _of_store(found: Found, votes: Vote | None) -> frozenset[int]:
-    """The store's host, where it is one rank's node or none of its ranks was heard of."""
+    """The store's host, where it is one rank's node or one of its ranks ended by itself."""
     if votes is None or votes.tied or votes.node is None:
         return frozenset()
     return _of_vote(found, votes)
@@ -241,8 +241,7 @@ def _of_vote(found: Found, votes: Vote | None) -> frozenset[int]:
     ranks = frozenset(scene.ranks_of(votes.node))
     if own := (ended & ranks) - votes.voters:
         return own
-    silent = ranks - {line.rank for line in scene.lines if line.source in ("log", "exit")}
-    return ranks if len(ranks) == 1 or silent == ranks else frozenset()
+    return ranks if len(ranks) == 1 else frozenset()
 
 
 def _early(found: Found, votes: Vote | None) -> list[Candidate]:
