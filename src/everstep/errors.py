@@ -4,8 +4,8 @@ Owns: the classes, their stable codes (``EVS-nnn``) and what a handler may do wi
 (``retryable``, ``blame``). Never does: I/O, formatting for a terminal. Called by: every room.
 
 Numbering: 1xx the caller's arguments or objects, 2xx the store, 3xx snapshots and the keeper,
-4xx restore, 5xx the agent, 6xx the drill, 7xx the benchmarks. A code is never reused for another
-meaning.
+4xx restore, 5xx the agent, 6xx the drill, 7xx the benchmarks, 8xx the judgement of faults. A code
+is never reused for another meaning.
 """
 
 from __future__ import annotations
@@ -227,3 +227,15 @@ class BenchError(EverstepError):
     """A benchmark could not go on: nothing was measured, neither good nor bad."""
 
     code: ClassVar[str] = "EVS-700"
+
+
+class BadCatalog(UsageError):
+    """A file of failure signatures cannot be used; file and entry are named."""
+
+    code: ClassVar[str] = "EVS-800"
+
+
+class BadIncident(UsageError):
+    """A file of incidents cannot be read; file and line are named."""
+
+    code: ClassVar[str] = "EVS-801"

@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recover(benches)
     _add_save(benches)
     _add_memory(benches)
+    _add_classify(benches)
     return parser
 
 
@@ -99,6 +100,12 @@ def _memory(args: argparse.Namespace, say: Callable[[str], None]) -> Result:
     return measure(MemorySetup(args.state_mb * MB, args.saves, args.leak_mb * MB, args.folder), say)
 
 
+def _classify(args: argparse.Namespace, say: Callable[[str], None]) -> Result:
+    from everstep.bench.classify import ClassifySetup, measure
+
+    return measure(ClassifySetup(args.rounds, args.log_mb * MB, args.folder), say)
+
+
 def _add_recover(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _bench(benches, "recover", _recover, "kill a worker; seconds to the first new step")
     _number(parser, "pairs", 5, "kills of each system")
@@ -125,6 +132,12 @@ def _add_memory(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _number(parser, "state-mb", 500, "size of the state whose memory is measured, in MB")
     _number(parser, "saves", 200, "saves that must leak nothing")
     _number(parser, "leak-mb", 16, "size of the state of those saves, in MB")
+
+
+def _add_classify(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _bench(benches, "classify", _classify, "judge large logs: seconds of a core, memory")
+    _number(parser, "rounds", 5, "logs")
+    _number(parser, "log-mb", 200, "size of a log in MB")
 
 
 def _bench(

@@ -13,7 +13,7 @@ from everstep.bench.figures import Spread
 
 FORMAT = "everstep.bench/1"
 
-Kind = Literal["recover", "save", "memory"]
+Kind = Literal["recover", "save", "memory", "classify"]
 Unit = Literal["s", "steps", "bytes", "count", "ratio"]
 
 

@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "verify": "Read checkpoints back and say what that proved.",
     "drill": "Inject faults into a real run and judge the recovery.",
     "bench": "Measure recovery and saving beside their peers.",
+    "classify": "Say what failed, on which ranks and node, and what helps.",
     "doctor": "Check this machine and say what to do.",
 }
 """Each command's line in the list; its file is everstep/cli/<name>.py and holds ``command``."""

@@ -18,7 +18,7 @@ import click
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...]) -> None:
-    """Measure everstep beside its peers: `recover`, `save` or `memory`.
+    """Measure everstep beside its peers: `recover`, `save`, `memory` or `classify`.
 
     Each takes `--help`, `--json`, `--strict` and `--folder`.
     """

@@ -1,0 +1,89 @@
+"""Candidates: what may be the root, on which ranks and node, and how strong that is.
+
+Owns: the levels of evidence, the record of a candidate, all facts of an incident. Never does: I/O,
+choose. Called by: the modules that make candidates, :mod:`everstep.faults.judge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from everstep.faults.catalog import Catalog, Place
+from everstep.faults.collective import Stuck
+from everstep.faults.earlier import Earlier
+from everstep.faults.lines import Line
+from everstep.faults.match import Fact
+from everstep.faults.records import Action, Domain
+from everstep.faults.scene import Scene
+from everstep.faults.tracebacks import Raised
+
+NODE, PROGRAM, OUTLIER, DEGRADED, PEER, WATCHDOG, SIGNAL, NOTICE = 50, 40, 36, 35, 30, 20, 10, 5
+"""Levels of evidence: kind before time (rule 1)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may be the root: its place, its facts, and the earliest time of them."""
+
+    fault: str
+    domain: Domain
+    action: Action
+    level: int
+    place: Place
+    depth: int
+    facts: tuple[Fact, ...]
+    ranks: frozenset[int] = frozenset()
+    node: str | None = None
+    why: str = ""
+    survivable: bool = False
+    nodes: frozenset[str] = frozenset()
+    pod: str = ""
+
+    @property
+    def time(self) -> float | None:
+        times = [fact.line.time for fact in self.facts if fact.line.time is not None]
+        return min(times) if times else None
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Where it begins: by time; within one signal by line."""
+        return min(
+            ((fact.line.time if fact.line.time is not None else 0.0, fact.line.order)
+             for fact in self.facts), default=(0.0, 0),
+        )  # fmt: skip
+
+
+@dataclass
+class Found:
+    """All facts of an incident, sorted by what they are for."""
+
+    scene: Scene
+    catalog: Catalog
+    facts: list[Fact] = field(default_factory=list)
+    raised: list[Raised] = field(default_factory=list)
+    span: tuple[float, float] | None = None
+    past: Earlier = field(default_factory=lambda: Earlier(frozenset(), {}, False))
+    stuck: Stuck = field(default_factory=Stuck)
+
+    def of(self, *faults: str) -> list[Fact]:
+        return [fact for fact in self.facts if fact.fault in faults]
+
+    def made(self, fault: str, level: int, facts: Iterable[Fact], **more: object) -> Candidate:
+        """A candidate of a class with the class's defaults."""
+        known = self.catalog.known[fault]
+        assert known.domain is not None, "a loaded class has its file's domain"
+        base = Candidate(
+            fault, known.domain, known.action, level, known.place, known.depth, tuple(facts),
+            survivable=known.survivable,
+        )  # fmt: skip
+        return replace(base, **more)  # type: ignore[arg-type]
+
+    def fact(self, fault: str, line: Line) -> Fact:
+        """A fact of a class that no pattern of a line showed."""
+        known = self.catalog.known[fault]
+        assert known.domain is not None, "a loaded class has its file's domain"
+        return Fact(
+            fault, known.domain, known.action, known.kind, known.place, known.severity, known.role,
+            known.depth, known.survivable, line,
+        )  # fmt: skip

@@ -1,0 +1,138 @@
+"""All facts of an incident: lines matched, exceptions given their class, asides left out.
+
+Owns: which exceptions are the program's own, what only mentions a fault, the span of the failure.
+Never does: I/O, weigh facts. Called by: :mod:`everstep.faults.judge`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+from everstep.faults.candidates import Found
+from everstep.faults.catalog import Catalog
+from everstep.faults.collective import stuck_in
+from everstep.faults.earlier import earlier
+from everstep.faults.match import Fact, facts_of
+from everstep.faults.scene import Scene
+from everstep.faults.tracebacks import Raised, raised_in
+
+_NOISE = re.compile(
+    r"(?:Warning|ChildFailedError|SignalException|SystemExit|KeyboardInterrupt|GeneratorExit"
+    r"|ProcessExitedException|ProcessRaisedException|CalledProcessError|TERMINATE)$"
+)
+
+
+_KILLED = re.compile(
+    r"(?i)DataLoader worker \(pids?\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly"
+    r"|is killed by signal: (?:Killed|Terminated|Hangup|Interrupt))"
+    r"|actor died|worker (?:died|crashed)|was killed|process \d+ terminated with|/tmp/pymp-"
+)
+"""Messages of exceptions that only tell of another process's end."""
+
+
+_WELL = re.compile(r"(?i)\b(?:ok|healthy|passed|complete|readable|succeeds?|within limits)\b\W*$")
+
+
+_QUIET = re.compile(
+    r"^\[?[WID]\d{3,4} |^\[W |^\[?(?:INFO|DEBUG|WARNING|WARN|TRACE)\b"
+    r"|(?:^|[^L] |[^ ])\b(?:INFO|DEBUG|WARNING|WARN)\b ?[:\]|-]"
+    r"|(?i:\bretry(?:ing)?\b|\bwill be retried\b|(?:User|Future|Deprecation|Runtime)Warning)"
+)
+
+
+_PEER = re.compile(
+    r"(?:DistBackendError|DistNetworkError|DistStoreError|DistError|Rendezvous\w+|BrokenPipeError"
+    r"|ConnectionResetError|ConnectionAbortedError|ConnectionRefusedError|EOFError)$"
+)
+
+
+_CUDA = re.compile(
+    r"(?i)\bCUDA (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup"
+    r"|TCPStore|\bc10d\b"
+    r"|^(?:Socket Timeout|Broken pipe|Connection (?:reset|refused|closed|timed out))"
+)
+
+
+_RAN = re.compile(
+    r"ran for (\d+) milliseconds|Timed out waiting (\d+)ms|within (\d+)ms|in (\d+) ?ms\b"
+)
+
+
+def find(scene: Scene, catalog: Catalog) -> Found:
+    """Match all lines, and give exceptions their class."""
+    found = Found(scene, catalog, facts_of(scene.lines, catalog), raised_in(scene.lines))
+    ignored = {(raised.line.signal, raised.line.order) for raised in found.raised if raised.ignored}
+    found.facts = [fact for fact in found.facts
+                   if (fact.line.signal, fact.line.order) not in ignored]  # fmt: skip
+    found.raised = [raised for raised in found.raised if not raised.ignored]
+    found.facts = [fact for fact in _with_exceptions(found) if not _is_aside(fact)]
+    found.span = _span(found)
+    found.past = earlier(scene.past + scene.commits, catalog)
+    found.stuck = stuck_in(scene.lines)
+    return found
+
+
+def _with_exceptions(found: Found) -> list[Fact]:
+    """Facts on the lines of exceptions know their frame; exceptions without a fact are the
+    program's own, unless they speak of communication."""
+    facts = list(found.facts)
+    at: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, fact in enumerate(facts):
+        at[fact.line.signal, fact.line.order].append(number)
+    extra: list[Fact] = []
+    for raised in found.raised:
+        line = raised.line
+        own = [
+            number
+            for order in range(line.order, line.order + 6)
+            for number in at.get((line.signal, order), ())
+            if facts[number].rank == line.rank
+        ]
+        for number in own:
+            facts[number] = replace(facts[number], frame=raised.frame, message=_said(raised))
+        if not own and not _NOISE.search(raised.name) and not _of_peers(raised):
+            extra.append(
+                replace(
+                    found.fact("USER_EXCEPTION", line), frame=raised.frame, message=_said(raised)
+                )
+            )
+    return facts + extra
+
+
+def _of_peers(raised: Raised) -> bool:
+    return bool(
+        _PEER.search(raised.name) or _CUDA.search(raised.message) or _KILLED.search(raised.message)
+    )
+
+
+def _said(raised: Raised) -> str:
+    return f"{raised.type}: {raised.message}" if raised.message else raised.type
+
+
+def _is_aside(fact: Fact) -> bool:
+    """Lines that only mention a fault of the program: a supervisor that found all well, a warning,
+    a retry that may still succeed. What really ended it comes as an exception."""
+    text = fact.line.text
+    if fact.kind != "program" or fact.message:
+        return False
+    if fact.line.source == "agent":
+        return _WELL.search(text) is not None
+    exempt = fact.survivable or fact.fault == "NAN_INF" or fact.line.source != "log"
+    return not exempt and _QUIET.search(text) is not None
+
+
+def _span(found: Found) -> tuple[float, float] | None:
+    """When it failed: from the first to the last end or error, less the time that was waited."""
+    ends = found.scene.ends.values()
+    times = [end.time for end in ends if end.code != 0 and end.time is not None]
+    for fact in found.facts:
+        if fact.kind in ("program", "peer", "watchdog") and fact.line.time is not None:
+            waited = _RAN.search(fact.line.text)
+            seconds = float(next(filter(None, waited.groups()))) / 1000 if waited else 0.0
+            times += [fact.line.time, fact.line.time - seconds]
+    for beat in found.scene.beats:
+        if beat.time is not None and beat.age >= 60:
+            times.append(beat.time - beat.age)
+    return (min(times), max(times)) if times else None

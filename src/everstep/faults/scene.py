@@ -1,0 +1,294 @@
+"""Where and when an incident happened: who is on which node and device, who still lives, what was
+done to whom, what earlier attempts were like.
+
+Owns: maps between ranks, nodes, addresses, devices and processes; our own signals; liveness;
+recurrence. Never does: I/O, judge. Called by: :mod:`everstep.faults.candidates`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from everstep.faults.exits import End, ends_of
+from everstep.faults.lines import Line, lines_of
+from everstep.faults.match import is_past
+from everstep.faults.records import Incident
+
+MOST_RANKS = 1_000_000
+"""A larger number that a line calls a rank is none."""
+FRESH_S = 60.0
+"""A heartbeat younger than this is a sign of life."""
+
+_DEVICE = re.compile(
+    r"(?i)rank (?P<rank>\d+)[:,]? [^\n]{0,40}?GPU (?P<pci>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})"
+    r"|(?P<pci2>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.0)? \((?:local )?index"
+    r" (?P<local>\d+)(?:, rank (?P<rank2>\d+))?"
+)
+_RUNS = re.compile(
+    r"(?i)\brank (?P<rank>\d+) (?:(?:runs|is|running|listens) (?:at"
+    r"|on) (?P<address>[\w.:-]+)(?: \((?P<node>[\w.-]+))?|(?:is |= ?"
+    r"|: ?)?(?P<a2>\d+\.\d+\.\d+\.\d+))"
+)
+_IS_PID = re.compile(r"(?i)\brank (?P<rank>\d+)(?: is|:|=)?,? \(?pid[ =:]+(?P<pid>\d+)")
+_USES = re.compile(
+    r"Bootstrap : Using [\w.-]+:(?P<address>[\d.]+)<|NET/(?:Socket"
+    r"|IB) : Using [^\n]*?:(?P<a2>\d+\.\d+\.\d+\.\d+)<"
+)
+_COMMITS = re.compile(r"(?i)\b(?:last committed|no (?:new(?:er)? )?(?:committed )?checkpoint)\b")
+_SENT = re.compile(
+    r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to "
+    r"(?P<who>(?:all )?(?:other )?ranks?[ \d,and-]*|all [\w ]+|every[\w ]+)"
+    r"|\bSIG(?:TERM|KILL|INT|ABRT) (?:was )?sent to (?P<w2>(?:all )?(?:other )?ranks?[ \d,and-]*"
+    r"|all [\w ]+)"
+    r"|\b(?:kill|terminat|stopp)(?:ed|ing) (?P<w3>(?:the )?(?:survivors?"
+    r"|(?:all )?(?:other )?(?:ranks?|workers?))[ \d,and-]*)"
+)
+_CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
+_NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
+_AGE = re.compile(r"\blast_beat_age_s=(?P<age>[\d.]+)")
+_BEAT_STEP = re.compile(r"\bstep=(?P<step>\d+)")
+_PHASE = re.compile(r"\bphase=(?P<phase>\S+)")
+_FINISHED = re.compile(
+    r"(?i)\btraining (?:is )?(?:finished|complete[d]?|done)\b|\bfinal checkpoint (?:saved|written"
+    r"|committed|complete)"
+    r"|max_steps[^\n]{0,20}reached|\b(?:run|job) (?:finished|completed) (?:successfully|normally)"
+    r"|^done\.?$"
+)
+_MAY_END = re.compile(r"(?i)train|final|max_steps|finish|complete|^done|step")
+_STEPS = re.compile(r"(?i)\bstep:? (?P<step>\d+) ?(?:/|of) ?(?P<last>\d+)\b")
+_STEP = re.compile(r"(?i)\b(?:global_)?step[ =:]+(?P<step>\d+)")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a heartbeat says. ``age`` in seconds at ``time``."""
+
+    rank: int
+    step: int | None
+    phase: str
+    age: float
+    time: float | None
+    alive: bool
+
+
+@dataclass
+class Scene:
+    """Everything around the facts. ``ours``: ranks that everstep or the launcher ended. ``past``:
+    lines about earlier attempts and other jobs."""
+
+    incident: Incident
+    lines: list[Line]
+    nodes: dict[str, tuple[int, ...]]
+    addresses: dict[str, str]
+    devices: dict[tuple[str | None, str], int] = field(default_factory=dict)
+    pids: dict[tuple[str | None, int], int] = field(default_factory=dict)
+    ends: dict[int, End] = field(default_factory=dict)
+    ours: set[int] = field(default_factory=set)
+    beats: list[Beat] = field(default_factory=list)
+    past: list[Line] = field(default_factory=list)
+    commits: list[Line] = field(default_factory=list)
+    finished: float | None = None
+    over: bool = False
+    world: int = 0
+    _of: tuple[dict[str, tuple[int, ...]], dict[int, str]] | None = None
+
+    def node_of(self, rank: int | None) -> str | None:
+        if self._of is None or self._of[0] is not self.nodes:
+            of = {r: node for node, ranks in reversed(self.nodes.items()) for r in ranks}
+            self._of = self.nodes, of
+        return None if rank is None else self._of[1].get(rank)
+
+    def ranks_of(self, node: str | None) -> tuple[int, ...]:
+        return self.nodes.get(node, ()) if node is not None else ()
+
+    def of_device(self, node: str | None, pci: str) -> int | None:
+        """The rank on a device."""
+        short = bus_id(pci)
+        found = {rank for (host, bus), rank in self.devices.items()
+                 if bus == short and (host == node or host is None or node is None)}  # fmt: skip
+        return found.pop() if len(found) == 1 else None
+
+    def of_pid(self, node: str | None, pid: int) -> int | None:
+        found = {rank for (host, number), rank in self.pids.items()
+                 if number == pid and (host == node or host is None or node is None)}  # fmt: skip
+        return found.pop() if len(found) == 1 else None
+
+    def node_at(self, address: str) -> str | None:
+        """The node that an address or a host's name in a message means."""
+        name = address.strip("[]() ")
+        host = name.rsplit(":", 1)[0] if name.count(":") == 1 else name
+        host = host.removeprefix("::ffff:")
+        if host in self.addresses:
+            return self.addresses[host]
+        if host in self.nodes:
+            return host
+        short = host.split(".")[0]
+        near = [
+            node for node in self.nodes if node.split(".")[0] == short and not host[0].isdigit()
+        ]
+        return near[0] if len(near) == 1 else None
+
+    def is_multi(self) -> bool:
+        return len([node for node, ranks in self.nodes.items() if ranks]) > 1
+
+    @property
+    def alive(self) -> set[int]:
+        """Ranks with a fresh heartbeat."""
+        return {beat.rank for beat in self.beats if beat.alive and beat.age < FRESH_S}
+
+    @property
+    def dead(self) -> bool:
+        """Whether any rank ended otherwise than with code 0 and than by us."""
+        return any(end.code != 0 and end.rank not in self.ours for end in self.ends.values())
+
+    def repeats(self, *words: str) -> list[Line]:
+        """Lines of the past that name any of the words."""
+        return [line for line in self.past if any(word in line.text for word in words if word)]
+
+
+def scene_of(incident: Incident) -> Scene:
+    """Read everything that is not itself a failure."""
+    lines = [
+        line
+        for number, signal in enumerate(incident.signals)
+        for line in lines_of(signal, number, incident.nodes)
+    ]
+    nodes = {node: tuple(sorted(ranks)) for node, ranks in incident.nodes.items()}
+    scene = Scene(incident, lines, nodes, dict(incident.addresses))
+    _places(scene)
+    scene.ends = {end.rank: end for end in _firsts(ends_of(incident, lines))}
+    _fill(scene)
+    scene.past = [line for line in lines if is_past(line)]
+    scene.commits = [line for line in lines if line.source == "agent" and not is_past(line)
+                     and _COMMITS.search(line.text)]  # fmt: skip
+    _own_signals(scene)
+    _life(scene)
+    return scene
+
+
+def bus_id(pci: str) -> str:
+    """A PCI address as ``9a:00``, without domain, function and case."""
+    parts = pci.lower().split(".")[0].split(":")
+    return ":".join(parts[-2:]) if len(parts) > 2 or len(parts[0]) <= 2 else parts[-1] + ":00"
+
+
+def numbers_in(text: str) -> set[int]:
+    """``0-2 and 4, 7`` as a set."""
+    found: set[int] = set()
+    for first, last in _NUMBERS.findall(text):
+        found |= (
+            set(range(int(first), int(last or first) + 1))
+            if int(last or first) - int(first) < 10**5
+            else set()
+        )
+    return found
+
+
+def _firsts(ends: Iterable[End]) -> list[End]:
+    """Of several ends of one rank the last listed would win in a dict: keep the earliest."""
+    return sorted(ends, key=lambda end: (-(end.time if end.time is not None else 0), -end.code))
+
+
+def _places(scene: Scene) -> None:
+    for line in scene.lines:
+        text = line.text
+        for found in _DEVICE.finditer(text) if "GPU" in text or "index" in text else ():
+            pci = bus_id(found["pci"] or found["pci2"])
+            rank = found["rank"] or found["rank2"]
+            if rank is not None:
+                scene.devices[line.node, pci] = int(rank)
+            elif found["local"] and int(found["local"]) < len(scene.ranks_of(line.node)):
+                scene.devices[line.node, pci] = scene.ranks_of(line.node)[int(found["local"])]
+        for found in _RUNS.finditer(text) if "rank" in text else ():
+            node = found["node"] or scene.node_of(int(found["rank"]))
+            address = found["address"] or found["a2"]
+            if node and address not in scene.nodes:
+                scene.addresses.setdefault(address, node)
+        for found in _IS_PID.finditer(text) if "pid" in text else ():
+            scene.pids[line.node or scene.node_of(int(found["rank"])), int(found["pid"])] = int(
+                found["rank"]
+            )
+        if line.node and "Using" in text and (uses := _USES.search(text)):
+            scene.addresses.setdefault(uses["address"] or uses["a2"], line.node)
+
+
+def _fill(scene: Scene) -> None:
+    """Without a map of nodes the lines give one, as far as they go."""
+    if not scene.nodes:
+        seen: dict[str, set[int]] = defaultdict(set)
+        for end in scene.ends.values():
+            if end.node:
+                seen[end.node].add(end.rank)
+        for line in scene.lines:
+            if line.node and line.rank is not None:
+                seen[line.node].add(line.rank)
+        scene.nodes = {node: tuple(sorted(ranks)) for node, ranks in seen.items()}
+    known = {rank for ranks in scene.nodes.values() for rank in ranks}
+    told = {signal.rank for signal in scene.incident.signals if signal.rank is not None}
+    heard = told | set(scene.ends)
+    if not scene.incident.nodes:
+        heard |= {line.rank for line in scene.lines if line.rank is not None}
+        highest = max((rank for rank in heard if rank < MOST_RANKS), default=-1)
+        scene.world = highest + 1
+    scene.world = max(scene.world, len(known | heard))
+    for end in scene.ends.values():
+        if end.pid is not None and end.pid > 1:
+            scene.pids[end.node or scene.node_of(end.rank), end.pid] = end.rank
+
+
+def _own_signals(scene: Scene) -> None:
+    closing = {int(found["pid"]) for line in scene.lines if (found := _CLOSING.search(line.text))}
+    for end in scene.ends.values():
+        if end.ours or (end.pid is not None and end.pid in closing):
+            scene.ours.add(end.rank)
+    for line in scene.lines:
+        if line.source == "agent" and not is_past(line):
+            for found in _SENT.finditer(line.text):
+                scene.ours |= _whom(found, line, scene)
+
+
+def _whom(found: re.Match[str], line: Line, scene: Scene) -> set[int]:
+    if re.search(r"(?i)\b(?:no|never|not) (?:signal )?(?:was )?$", line.text[: found.start()]):
+        return set()
+    named = numbers_in(found["who"] or found["w2"] or found["w3"])
+    if named:
+        return named
+    failed = re.search(r"rank (\d+) (?:failed|ended|exited|died)", line.text)
+    first = {int(failed[1])} if failed else set()
+    return set(scene.ends) - first
+
+
+def _life(scene: Scene) -> None:
+    for line in scene.lines:
+        if line.source == "heartbeat":
+            scene.beats += _beat(line)
+        elif line.source == "log" and _ended(line.text):
+            scene.over = True
+            if line.time is not None:
+                scene.finished = max(scene.finished or line.time, line.time)
+    codes = [end.code for end in scene.ends.values()]
+    if codes and all(code == 0 for code in codes) and len(codes) >= max(scene.world, 1):
+        scene.over = True
+
+
+def _beat(line: Line) -> list[Beat]:
+    age = _AGE.search(line.text)
+    if age is None or line.rank is None:
+        return []
+    step, phase = _BEAT_STEP.search(line.text), _PHASE.search(line.text)
+    return [
+        Beat(
+            line.rank, int(step["step"]) if step else None, phase["phase"] if phase else "",
+            float(age["age"]), line.time, "process=dead" not in line.text,
+        )
+    ]  # fmt: skip
+
+
+def _ended(text: str) -> bool:
+    if not _MAY_END.search(text):
+        return False
+    found = None if "poch" in text else _STEPS.search(text)
+    return bool(_FINISHED.search(text)) or bool(found and found["step"] == found["last"])

@@ -1,0 +1,114 @@
+"""Python tracebacks: what was raised, where in the program, and by which first cause.
+
+Owns: the form of tracebacks, also cut and interleaved ones. Never does: I/O, judge. Called by:
+:mod:`everstep.faults.candidates`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from everstep.faults.lines import Line
+
+_HEAD = re.compile(
+    r"^\s*(?:\+ )?(?:Original |Exception Group )?Traceback \(most recent call last\):"
+)
+_FRAME = re.compile(
+    r'^\s*(?:\| )*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>\S+))?'
+)
+_RAISED = re.compile(
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z_]\w*(?:Error|Exception|Interrupt|Exit|Abort|Timeout|Invalid"
+    r"|Closed|NotFound|Refused|Fault|Corrupt\w*|Failed|Warning|Iteration|Group|ed))"
+    r"(?:: ?(?P<message>.*))?$"
+)
+_ANY = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: ?(?P<message>.*))?$")
+_BOXED = re.compile(r"^\s*[│|] (?:❱ )?(?P<file>/\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
+_IGNORED = re.compile(
+    r"^(?:Exception ignored in|Error in atexit|Exception in thread .*(?:pin_memory|QueueFeeder))"
+)
+_SPEAKS = re.compile(r"Error|Exception|Traceback|Interrupt|File \"|above exception|[│|] ")
+"""What any line of a traceback but its source has; other lines are passed over at once."""
+_LINKED = re.compile(
+    r"During handling of the above exception|The above exception was the direct cause"
+)
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/|/lib/python\d|^<frozen|^<string|/torch/(?:nn|distributed|utils"
+    r"|autograd|_)"
+)
+_LEVEL = re.compile(r"^(?:ERROR|CRITICAL|FATAL)?[:| -]*")
+
+
+@dataclass(frozen=True)
+class Raised:
+    """One exception of one rank. ``line`` is the line with its type; ``frame`` the last frame of
+    the program (``file:line name``), or of anything where there is none. ``chained``: another one
+    followed it in one chain. ``ignored``: Python itself said that it was ignored."""
+
+    line: Line
+    type: str
+    message: str
+    frame: str
+    chained: bool = False
+    ignored: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+def raised_in(lines: Iterable[Line]) -> list[Raised]:
+    """The exceptions in the lines, each stream (rank or signal) by itself."""
+    streams: dict[object, list[Line]] = defaultdict(list)
+    for line in lines:
+        if line.source in ("log", "agent", "exit", "slurm", "kubernetes"):
+            streams[(line.signal, line.rank)].append(line)
+    return [found for stream in streams.values() for found in _of_stream(stream)]
+
+
+def _of_stream(lines: list[Line]) -> list[Raised]:
+    found: list[Raised] = []
+    frames: list[re.Match[str]] = []
+    inside = ignored = False
+    for line in lines:
+        text = line.text
+        if not inside and not _SPEAKS.search(text):
+            continue
+        if _IGNORED.match(text):
+            ignored = True
+        elif _HEAD.match(text):
+            inside, frames = True, []
+        elif frame := _FRAME.match(text) or _BOXED.match(text):
+            inside = True
+            frames.append(frame)
+        elif _LINKED.search(text):
+            if found:
+                last = found.pop()
+                found.append(Raised(last.line, last.type, last.message, last.frame, True))
+        elif raised := _raised(text, inside):
+            said = raised["message"] or ""
+            if (
+                found
+                and found[-1].message.startswith("Caught ")
+                and found[-1].type in said + raised["type"]
+            ):
+                found.pop()  # a loader's worker: the original follows, with its own frames
+            found.append(Raised(line, raised["type"], said, _where(frames), ignored=ignored))
+            inside, ignored, frames = False, False, []
+    return found
+
+
+def _raised(text: str, inside: bool) -> re.Match[str] | None:
+    if inside and text[:1] in (" ", "\t", "~", "^", "|"):
+        return None
+    return _RAISED.match(text) or (_ANY.match(text) if inside else None)
+
+
+def _where(frames: list[re.Match[str]]) -> str:
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
+    frame = (own or frames)[-1]
+    return f"{frame['file']}:{frame['line']}" + (f" {frame['name']}" if frame["name"] else "")
