@@ -31,7 +31,9 @@ VERDICTS: dict[str, Verdict] = {
     "oom": Verdict("CUDA_OOM", "user_code", "restart_in_place", (1,), confidence=0.9),
     "data": Verdict("DATA_CORRUPT", "user_data", "restart_in_place", (1,), confidence=0.9),
     "nccl": Verdict("NCCL_WATCHDOG_TIMEOUT", "communication", "restart_in_place", (1,)),
-    "gpu": Verdict("XID_79", "gpu_hardware", "restart_elsewhere", (1,), "n1", "gpu", confidence=0.9),
+    "gpu": Verdict(
+        "XID_79", "gpu_hardware", "restart_elsewhere", (1,), "n1", "gpu", confidence=0.9
+    ),
     "nan": Verdict("NAN_INF", "numerical", "rollback", (0,), confidence=0.9),
     "throttle": Verdict("OBJ_THROTTLE", "storage", "wait_and_retry", root_domain="service"),
     "unknown": Verdict("UNKNOWN_ROOT", "unknown", "restart_in_place"),
@@ -88,6 +90,8 @@ class Ended:
     committed: int
     useful: float
     provisional: bool
+    late: bool = False
+    """The verdict came when the next attempt was begun already."""
 
 
 class Died(Exception):
@@ -185,8 +189,7 @@ class World:
         self._committed = max(self._committed, committed)
         self._memory = max(self._memory, last)
         if op.crash == "running":
-            end.fault = "killed"
-            self.ended.append(end)
+            self.ended.append(self._killed(attempt))
             raise Died
         self.ended.append(end)
         if end.committed > self._useful_until and not end.provisional:
@@ -201,7 +204,7 @@ class World:
         verdict = msgspec.structs.replace(
             verdict,
             step=step,
-            message=f"[rank{attempt % 3}]: lost 0x{attempt:04x} on {op.host}{attempt} at 12:00:0{attempt % 10}",
+            message=f"[rank{attempt % 3}]: lost 0x{attempt:04x} on {op.host}{attempt} at 12:00:01",
             frame=f"/scratch/run-{attempt}/src/train.py:12 step",
         )
         incident = IncidentRecord(
@@ -228,7 +231,8 @@ class World:
             )  # fmt: skip
             if op.closes:
                 self._open.discard(incident.id)
-            self.ended[-1].fault = op.becomes
+            ended = next(e for e in self.ended if e.attempt == incident.attempt)
+            ended.fault, ended.late = op.becomes, True
             answer = respond(self.records, better, self._situation(op), self.policy, self._stamp())
             self._write(answer)
             if answer.decision.action == "continue":
@@ -253,16 +257,25 @@ class World:
         self._write(answer)
         self._carry_out(answer.decision)
         if not answer.decision.stops:
-            self.ended.append(
-                Ended(self.claims, self.now, "killed", -1, -1, -1, -1, 0.0, False)
-            )  # it dies in its turn, and the one it fenced reports late
+            # It dies in its turn, and the one that it fenced tells of its own end too late.
+            self.ended[-1].late = True
+            self.ended.append(self._killed(self.claims))
         self._agent = mine
 
     def _lose(self, op: Op) -> None:
+        if self.ended and not self._told(self.ended[-1].attempt):
+            self.ended[-1] = self._killed(self.ended[-1].attempt)  # nobody can know how it went
         if self.begun and (not self.ended or self.ended[-1].attempt < self.claims):
-            self.ended.append(Ended(self.claims, self.now, "killed", -1, -1, -1, -1, 0.0, False))
+            self.ended.append(self._killed(self.claims))
         self._running = None
         self.now += op.gap
+
+    def _killed(self, attempt: int) -> Ended:
+        return Ended(attempt, self.now, "killed", -1, -1, -1, -1, 0.0, False)
+
+    def _told(self, attempt: int) -> bool:
+        own = (r for r in self.records if isinstance(r, IncidentRecord) and r.attempt == attempt)
+        return any(r.cause != "agent_lost" for r in own)
 
     # what an agent does
 
@@ -284,13 +297,9 @@ class World:
         attempt = self.claims
         self.segments.append((self.begun, self.ended))
         self.begun, self.ended = [], []
-        self.records.append(
-            WordRecord(
-                "reset-budget", attempt, Stamp(f"person{attempt}", self.now, 0.0),
-                next_sequence(self.records, attempt), reason="fixed", by="me",
-            )  # fmt: skip
-        )
-        self._useful_until = max(self._useful_until, -1)
+        by = Stamp(f"person{attempt}", self.now, 0.0)
+        place = next_sequence(self.records, attempt)
+        self.records.append(WordRecord("reset-budget", attempt, by, place, reason="fixed"))
 
     def _situation(self, op: Op) -> Situation:
         points = tuple(
@@ -305,9 +314,7 @@ class World:
 
 
 def replace_step(verdict: Verdict, like: Verdict) -> Verdict:
-    return msgspec.structs.replace(
-        verdict, step=like.step, message=like.message, frame=like.frame
-    )
+    return msgspec.structs.replace(verdict, step=like.step, message=like.message, frame=like.frame)
 
 
 def repeat(op: Op, times: int, **changes: object) -> list[Op]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from histories import PROGRAM, UNCHARGED, VERDICTS, Begun, Ended, Op, World, repeat
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from everstep.core import exits
@@ -30,9 +30,8 @@ NOBODYS = ("killed", "moved", "preempted")
 
 def check(world: World) -> None:
     limits = world.policy.limits
-    for place, (begun, ended) in enumerate(world.segments):
-        starts = begun[1:] if place == 0 else begun
-        check_window(starts, limits)
+    for begun, ended in world.segments:
+        check_window([b for b in begun if b.attempt > 1], limits)
         if limits.no_progress is not None:
             check_progress(begun, ended, limits.no_progress, limits.setbacks)
         if world.policy.mode is None:
@@ -58,7 +57,7 @@ def check_progress(begun: list[Begun], ended: list[Ended], most: int, setbacks: 
             if got_on(ended[: at + 1], setbacks) or ended[at].provisional:
                 break
             in_a_row += ended[at].fault not in NOBODYS
-        if end.fault not in NOBODYS:
+        if end.fault not in NOBODYS and not end.late:
             assert in_a_row < most, f"{in_a_row} failures in a row before attempt {end.attempt + 1}"
 
 
@@ -98,7 +97,7 @@ def check_fingerprints(begun: list[Begun], ended: list[Ended], limits: Limits) -
                 continue
             since = since or (end.at, useful)
             where = max(where, end.step, end.furthest)
-            if any(b.attempt == end.attempt + 1 for b in begun):
+            if any(b.attempt == end.attempt + 1 for b in begun) and not end.late:
                 restarts += 1
                 at_step[end.step] = at_step.get(end.step, 0) + 1
             if limits.per_fingerprint is not None:
@@ -127,7 +126,7 @@ OPS = st.builds(
     lasted=st.sampled_from([0.0, 1.0, 30.0, 400.0]),
     useful=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
     crash=st.sampled_from(CRASHES),
-    intruder=st.booleans() & st.booleans() if False else st.sampled_from([False] * 5 + [True]),
+    intruder=st.sampled_from([False] * 5 + [True]),
     closed=st.sampled_from([True, True, True, False]),
     closes=st.booleans(),
     becomes=st.sampled_from(["", "", "", *sorted(VERDICTS)]),
@@ -148,8 +147,8 @@ POLICIES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(ops=st.lists(OPS, max_size=40), policy=POLICIES, spares=st.sampled_from([(), ("s1", "s2")]))
+@settings(max_examples=150, deadline=None, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@given(ops=HISTORIES, policy=POLICIES, spares=st.sampled_from([(), ("s1", "s2")]))
 @example([Op(crash="after claim")] * 40, POLICY, ())
 @example([Op("victims")] * 40, POLICY, ())
 def test_f3_no_history_gives_more_restarts_than_allowed(
@@ -176,7 +175,9 @@ ADVERSARIES: dict[str, Callable[[random.Random], Op]] = {
     "fails before step 1": lambda r: Op(r.choice(["exception", "unknown"]), "scratch", at=0),
     "rolls back": lambda r: Op("nan", steps=r.randrange(1, 5), commits=True),
     "agent killed": lambda r: Op(crash=r.choice(CRASHES[3:])),
-    "resubmitted": lambda r: Op("oom", at=4, steps=3, crash="after DecisionRecord", gap=r.random()),
+    "resubmitted": lambda r: Op(
+        "oom", at=4, steps=3, crash=r.choice(["", "after DecisionRecord"]), gap=r.random()
+    ),
     "a new host each time": lambda r: Op("gpu", host=f"host{r.randrange(99)}-"),
     "two agents at once": lambda r: Op("nccl", intruder=True, gap=r.random()),
     "verdicts that change": lambda r: Op(
@@ -190,26 +191,24 @@ ADVERSARIES: dict[str, Callable[[random.Random], Op]] = {
 
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_f3_every_adversary_is_stopped(name: str) -> None:
-    """Each alone, for 200 attempts on end: the budgets hold, and most end the job for good."""
+    """Each alone, for 100 attempts on end: the budgets hold, and end the job for good."""
     draw = random.Random(name)
     world = World(POLICY)
-    world.play([ADVERSARIES[name](draw) for _ in range(200)])
+    world.play([ADVERSARIES[name](draw) for _ in range(100)])
     check(world)
-    endless = ("ever later steps", "taken away again and again")
-    most = 200 * 30.0 / LIMITS.window_seconds * 12 + 40 if name in endless else 25
-    assert len(world.begun) <= most
+    if name != "taken away again and again":  # that waits, longer and longer, within the window
+        assert len(world.begun) <= LIMITS.window_restarts + 1
     assert len(world.begun) >= 2, "it was tried again at all"
 
 
 def test_f3_what_makes_progress_is_never_stopped_by_what_it_fails_of() -> None:
     """A job that fails every hour of something else, or of the same, and commits in between."""
-    policy = Policy()
     for fault in ("nccl", "exception", "gpu", "unknown", "victims", "preempted"):
         op = Op(fault, steps=50, commits=True, lasted=3600.0, useful=0.9)
-        world = World(policy, ("s1", "s2", "s3"))
-        world.play(repeat(op, 100))
+        world = World(Policy(), ("s1", "s2", "s3"))
+        world.play(repeat(op, 60))
         assert world.refusals == 0, world.decisions[-1].reason
-        assert len(world.begun) == 101
+        assert len(world.begun) == 61
 
 
 # each budget by itself
@@ -219,22 +218,27 @@ def history_of(world: World) -> list[Ended]:
     return world.ended
 
 
-def test_a_fingerprint_is_refilled_only_by_commits_past_its_step_in_a_useful_share_of_time() -> None:
+def test_a_fingerprint_is_refilled_only_by_commits_past_its_step_in_a_useful_share_of_time() -> (
+    None
+):
     """F3. Default: 20 % of the time since the last refill."""
     limits = Limits(no_progress=None, unrestored=None, window_restarts=None)
-    base = Op("nccl", steps=1, commits=True, lasted=100.0)
+    base = Op("nccl", steps=3, commits=True, lasted=100.0)
     for useful, begun in ((0.0, 4), (0.19, 4), (0.21, 13)):
         world = World(Policy(limits=limits))
         world.play(repeat(base, 12, useful=useful))
         assert len(world.begun) == begun, f"with {useful} useful"
     behind = World(Policy(limits=limits))
-    behind.play(repeat(base, 12, useful=1.0, at=10**9, steps=1))
+    behind.play(repeat(base, 12, useful=1.0, at=10**9))
     assert len(behind.begun) == 3, "commits, but never past the failing step (F4: it is the same)"
+    just = World(Policy(limits=limits))
+    just.play(repeat(base, 12, useful=1.0, steps=1))
+    assert len(just.begun) == 4, "each commits the step that failed, and nothing past it"
 
 
 def test_the_store_being_away_refills_nothing() -> None:
     limits = Limits(no_progress=None, unrestored=None, window_restarts=None)
-    op = Op("nccl", steps=1, commits=True, lasted=100.0, useful=1.0)
+    op = Op("nccl", steps=3, commits=True, lasted=100.0, useful=1.0)
     online, offline = World(Policy(limits=limits)), World(Policy(limits=limits))
     online.play(repeat(op, 12))
     offline.play(repeat(op, 12, offline=True))
@@ -244,7 +248,7 @@ def test_the_store_being_away_refills_nothing() -> None:
 def test_a_provisional_attempt_refills_nothing() -> None:
     """Until the incident that it went on from is closed."""
     limits = Limits(no_progress=None, unrestored=None, window_restarts=None)
-    op = Op("nccl", steps=1, commits=True, lasted=100.0, useful=1.0, closed=False)
+    op = Op("nccl", steps=3, commits=True, lasted=100.0, useful=1.0, closed=False)
     world = World(Policy(limits=limits))
     world.play(repeat(op, 12))
     assert len(world.begun) == 4
@@ -310,16 +314,16 @@ def test_a_jump_of_the_wall_clock_moves_no_window() -> None:
     policy = Policy(limits=Limits(None, None, None, 5, 10_000.0))
     for jump in (0.0, 1e7, -1e7):
         world = World(policy)
-        world.play(repeat(Op("nccl", steps=1, jump=jump), 30))
+        world.play(repeat(Op("nccl", "memory", steps=1, jump=jump), 30))
         assert len(world.begun) == 6, f"with jumps of {jump}"
 
 
 def test_max_restarts_is_one_agents_own_limit() -> None:
     """As torchrun's: a new start of the job has it again, within the budgets."""
     world = World(Policy(limits=Limits(None, None, None, None, max_restarts=2)))
-    world.play(repeat(Op("nccl", steps=1), 3))
+    world.play(repeat(Op("nccl", "memory", steps=1), 3))
     assert (len(world.begun), world.decisions[-1].exit_code) == (3, exits.FAILED)
-    world.play(repeat(Op("nccl", steps=1), 3))
+    world.play(repeat(Op("nccl", "memory", steps=1), 3))
     assert len(world.begun) == 6
     zero = World(Policy(limits=Limits(max_restarts=0)))
     zero.play([Op("nccl")])
@@ -348,7 +352,7 @@ def test_setbacks_are_forgiven_three_times() -> None:
 
 def test_what_is_left_and_what_is_nearly_spent() -> None:
     world = World(Policy(limits=Limits(window_restarts=5, window_seconds=1e6)))
-    world.play(repeat(Op("nccl", steps=1), 3))
+    world.play(repeat(Op("nccl", "memory", steps=1), 3))
     history = fold(world.records)
     incident = history.incident("agent1-3")
     assert isinstance(incident, IncidentRecord)
@@ -356,7 +360,7 @@ def test_what_is_left_and_what_is_nearly_spent() -> None:
     counted = count(history, limits)
     assert left(counted, incident, limits) == {"fingerprint": 0, "no_progress": 3, "window": 2}
     assert nearly_spent(counted, incident, limits) == ["fingerprint"]
-    world.play([Op("unknown", steps=1)])
+    world.play([Op("unknown", "memory", steps=1)])
     assert any("80 % of the window budget" in alert for alert in world.decisions[-1].alerts)
     assert window_frees(count(fold(world.records), limits), limits, 0.0) == 0.0
 

@@ -285,7 +285,9 @@ def _judge(budgets: Budgets, life: Life, limits: Limits) -> Budgets:
     further = facts.furthest > budgets.furthest
     stuck, unrestored = budgets.stuck, budgets.unrestored
     if life.provisional and (further or later):
-        return budgets
+        # It refills nothing, and what it came to is no progress for the next one either.
+        furthest = max(budgets.furthest, facts.furthest)
+        return msgspec.structs.replace(budgets, furthest=furthest, restored=restored)
     counted = life.cause in ("root", "victims")
     if further:
         stuck = 0

@@ -425,7 +425,7 @@ def _start(
         reason=reason,
         sequence=next_sequence(past, attempt),
         begins=attempt + 1,
-        budget=budget.left(budgets, None, policy.limits),
+        budget=budget.left(_with_this(budgets, history, attempt > 0), None, policy.limits),
     )
     if spent is not None:
         last = _last_decision(history)
@@ -455,7 +455,7 @@ def _record(
     begins = draft.action in _RESTARTS
     ends = running > incident.attempt and (begins or draft.action == "stop")
     attempt = running if ends else incident.attempt
-    budgets = budget.count(history, policy.limits)
+    budgets = _with_this(budget.count(history, policy.limits), history, begins)
     near = budget.nearly_spent(budgets, incident, policy.limits)
     alerts = (*draft.alerts, *(f"80 % of the {name} budget are spent" for name in near))
     provisional = begins and not incident.closed
@@ -485,6 +485,13 @@ def _record(
         advice=draft.advice,
         budget=budget.left(budgets, incident, policy.limits),
     )
+
+
+def _with_this(budgets: Budgets, history: History, begins: bool) -> Budgets:
+    """What is spent once the attempt that is decided on has begun."""
+    if not begins:
+        return budgets
+    return msgspec.structs.replace(budgets, window=(*budgets.window, history.now))
 
 
 def _stop(incident: IncidentRecord, spent: Spent) -> Draft:

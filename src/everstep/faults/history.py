@@ -399,47 +399,51 @@ class _Clock:
 
 
 def _lives(timed: Sequence[tuple[float, Record]], highest_claim: int, end: float) -> list[Life]:
-    lived = [r.attempt for _, r in timed if not isinstance(r, WordRecord) and r.attempt > 0]
-    begun = {r.begins: r for _, r in timed if isinstance(r, DecisionRecord) and r.begins}
-    last = max([highest_claim, *lived], default=0)
+    own: dict[int, list[tuple[float, Record]]] = {}
+    begun: dict[int, tuple[float, DecisionRecord]] = {}
+    closed: set[str] = set()
+    for at, record in timed:
+        if not isinstance(record, WordRecord) and record.attempt > 0:
+            own.setdefault(record.attempt, []).append((at, record))
+        if isinstance(record, DecisionRecord) and record.begins:
+            begun[record.begins] = (at, record)
+        if isinstance(record, IncidentRecord) and record.closed:
+            closed.add(record.id)
+    last = max([highest_claim, *own], default=0)
     # What was claimed before the first record was lived by an everstep that kept none.
-    first = min([*lived, *begun], default=last + 1)
-    closed = {r.id for _, r in timed if isinstance(r, IncidentRecord) and r.closed}
+    first = min([*own, *begun], default=last + 1)
     found: list[Life] = []
     for attempt in range(last, first - 1, -1):
-        after = found[-1].began if found else (None if attempt == last else end)
-        found.append(_life(attempt, timed, begun.get(attempt), after, closed, end))
+        after = found[-1].began if found else None
+        life = _life(attempt, own.get(attempt, []), begun.get(attempt), after, end)
+        decision = life.decision
+        waits = decision is not None and decision.incident and decision.incident not in closed
+        found.append(msgspec.structs.replace(life, provisional=bool(waits)))
     return found[::-1]
 
 
 def _life(
     attempt: int,
-    timed: Sequence[tuple[float, Record]],
-    decision: DecisionRecord | None,
+    own: Sequence[tuple[float, Record]],
+    begun: tuple[float, DecisionRecord] | None,
     after: float | None,
-    closed: set[str],
     end: float,
 ) -> Life:
-    own = [(at, r) for at, r in timed if r.attempt == attempt]
+    """``after`` is when the next attempt began, None for the last."""
     fatal = [(at, r) for at, r in own if isinstance(r, IncidentRecord) and r.fatal]
     incidents = {r.id: r for _, r in sorted(fatal, key=lambda item: item[1].revision)}
     ending = [(at, r) for at, r in own if isinstance(r, DecisionRecord) and r.ends_running]
-    began = next((at for at, r in timed if r is decision), None)
-    if began is None:
-        began = own[0][0] if own else (end if after is None else after)
-    ended = min((at for at, _ in (*fatal, *ending)), default=after)
+    began = begun[0] if begun else own[0][0] if own else end if after is None else after
     return Life(
         attempt=attempt,
         began=began,
-        ended=ended,
+        ended=min((at for at, _ in (*fatal, *ending)), default=after),
         cause=_cause(incidents, ending),
         facts=_facts([r for _, r in own]),
         incidents=tuple(incidents[name] for name in sorted(incidents)),
-        decision=decision,
-        provisional=decision is not None and bool(decision.incident)
-        and decision.incident not in closed,
+        decision=begun[1] if begun else None,
         fell=any(r.ends_running == "fell" for _, r in ending),
-    )  # fmt: skip
+    )
 
 
 def _cause(

@@ -88,14 +88,18 @@ def blames(history: History, rules: Rules) -> list[Blame]:
     """All charges in order of time. An incident charges once, as it is known last."""
     found: dict[str, Blame] = {}
     first: dict[str, float] = {}
+    latest: dict[str, IncidentRecord] = {}
     for at, record in history.records:
         if isinstance(record, IncidentRecord):
-            began = first.setdefault(record.id, at)
-            latest = history.incident(record.id)
-            if latest is not None and latest.fatal:
-                _charge(found, record.id, latest, began, rules)
+            first.setdefault(record.id, at)
+            known = latest.get(record.id)
+            if known is None or record.revision >= known.revision:
+                latest[record.id] = record
         elif isinstance(record, ResultRecord) and record.replay_differed:
             _charge_replay(found, history, record, at, rules)
+    for name, incident in latest.items():
+        if incident.fatal:
+            _charge(found, name, incident, first[name], rules)
     return sorted(found.values())
 
 
