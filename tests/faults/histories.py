@@ -6,12 +6,13 @@ the code under test what is allowed: the oracles of test_budget read the truth a
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from everstep.core.ids import Point
-from everstep.faults.budget import cause_of
+from everstep.faults.budget import Limits, cause_of
 from everstep.faults.decide import Response, begin, fall, respond
 from everstep.faults.history import (
     AttemptFacts,
@@ -297,7 +298,7 @@ class World:
         attempt = self.claims
         self.segments.append((self.begun, self.ended))
         self.begun, self.ended = [], []
-        by = Stamp(f"person{attempt}", self.now, 0.0)
+        by = Stamp(f"person{attempt}", self.now, self.now, "boot")
         place = next_sequence(self.records, attempt)
         self.records.append(WordRecord("reset-budget", attempt, by, place, reason="fixed"))
 
@@ -310,7 +311,7 @@ class World:
         return Situation(nodes, self.spares, checkpoints=points, highest_claim=self.claims)
 
     def _stamp(self) -> Stamp:
-        return Stamp(self._agent, self.now + self._wall, self.now)
+        return Stamp(self._agent, self.now + self._wall, self.now, "boot")
 
 
 def replace_step(verdict: Verdict, like: Verdict) -> Verdict:
@@ -319,3 +320,66 @@ def replace_step(verdict: Verdict, like: Verdict) -> Verdict:
 
 def repeat(op: Op, times: int, **changes: object) -> list[Op]:
     return [replace(op, **changes) for _ in range(times)]  # type: ignore[arg-type]
+
+
+CRASHES = (
+    "running", "before write", "after IncidentRecord", "after DecisionRecord", "before claim",
+    "after claim",
+)  # fmt: skip
+
+
+def alone(**one: object) -> Policy:
+    """A policy in which one budget alone has an end, so that no other hides it."""
+    endless = Limits(None, None, None, None, same_step=10**6, same_step_program=10**6)
+    return Policy(limits=msgspec.structs.replace(endless, **one))
+
+
+POLICIES = (
+    Policy(limits=Limits(window_restarts=12, window_seconds=2000.0)),
+    alone(window_restarts=5, window_seconds=1000.0),
+    alone(per_fingerprint=2),
+    alone(no_progress=3),
+    alone(same_step=3, same_step_program=2),
+    Policy(limits=Limits(window_restarts=6, window_seconds=600.0), mode="off"),
+)
+
+
+def draw_history(seed: int) -> tuple[Policy, tuple[str, ...], list[Op]]:
+    """An adversary with a character of its own: few failures that keep coming, at steps that stay
+    or move, more or less useful, in a world that is more or less in order."""
+    draw = random.Random(seed)
+    faults = draw.sample(sorted(VERDICTS), draw.randint(1, 3))
+    disorder = draw.choice([0.0, 0.0, 0.1, 0.4])
+    commits, useful = draw.choice([0.0, 0.5, 1.0]), draw.choice([0.0, 0.15, 0.25, 1.0])
+    moving = draw.choice([0.0, 0.3, 1.0])
+    longest, furthest = draw.choice([2, 6]), draw.choice([2, 12])
+    sources = draw.choice([["store"], ["memory"], ["scratch"], ["store", "memory", "scratch"]])
+
+    def odd() -> bool:
+        return draw.random() < disorder
+
+    def one() -> Op:
+        return Op(
+            fault=draw.choice(faults),
+            source=draw.choice(sources),
+            steps=draw.randint(0, longest),
+            commits=draw.random() < commits,
+            at=None if draw.random() < moving else draw.randint(0, furthest),
+            told=not odd(),
+            lasted=draw.choice([0.0, 10.0, 400.0]),
+            useful=useful,
+            crash=draw.choice(CRASHES) if odd() else "",
+            intruder=odd(),
+            closed=not odd(),
+            closes=not odd(),
+            becomes=draw.choice(sorted(VERDICTS)) if odd() else "",
+            falls=odd(),
+            offline=odd(),
+            jump=draw.choice([1e5, -1e5]) if odd() else 0.0,
+            gap=draw.choice([0.0, 1.0, 300.0]),
+            host=draw.choice(["n", "new-host"]),
+            reset=odd() and odd(),
+        )
+
+    spares = draw.choice([(), ("s1", "s2")])
+    return draw.choice(POLICIES), spares, [one() for _ in range(40)]

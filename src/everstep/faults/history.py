@@ -37,12 +37,15 @@ Word = Literal["reset-budget", "exclude", "pardon", "on-fault"]
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """When and by whom. ``agent`` is unique for a process, ``mono`` its CLOCK_MONOTONIC: between
-    two records of one agent only that one counts, so that no jump of the wall clock moves time."""
+    """When and by whom. ``agent`` is unique for a process; ``mono`` is CLOCK_MONOTONIC of the
+    machine, since its boot ``boot`` (empty: not known). ``wall`` is the store's time where it can
+    be had. Between records of one boot, ``mono`` alone counts: no jump of a wall clock moves them.
+    """
 
     agent: str
     wall: float
     mono: float
+    boot: str = ""
 
 
 class RecoveryPoint(msgspec.Struct, frozen=True):
@@ -376,10 +379,10 @@ def _order(records: Iterable[Record]) -> list[Record]:
 
 
 class _Clock:
-    """One time for the records of many processes.
+    """One time for the records of many processes and machines.
 
-    Each agent's first record is placed by its wall clock, relative to the first agent's and never
-    before what was read already; its later ones by its monotonic clock.
+    The first record of each boot is placed by its wall clock, relative to the first of all and
+    never before what was read already; later ones of that boot by its monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -391,9 +394,10 @@ class _Clock:
         wall, mono = _finite(stamp.wall), _finite(stamp.mono)
         if self._base is None:
             self._base = wall
-        if stamp.agent not in self._anchors:
-            self._anchors[stamp.agent] = (max(self.now, wall - self._base), mono)
-        placed, began = self._anchors[stamp.agent]
+        machine = stamp.boot or f"agent {stamp.agent}"
+        if machine not in self._anchors:
+            self._anchors[machine] = (max(self.now, wall - self._base), mono)
+        placed, began = self._anchors[machine]
         self.now = max(self.now, placed + mono - began)
         return self.now
 
