@@ -13,7 +13,7 @@ import msgspec
 from everstep.core import points
 from everstep.core.ids import Point
 from everstep.errors import CorruptObject, NewerFormat, ObjectMissing
-from everstep.store import catalog, keys
+from everstep.store import catalog, history, keys
 from everstep.store.backends import ObjectInfo
 from everstep.store.folder import Folder
 from everstep.store.records import Index, Manifest, Swept, Tombstone
@@ -32,6 +32,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     bytes_freed: int = 0
     tombstones_removed: tuple[Point, ...] = ()
     temporaries_removed: int = 0
+    history_removed: int = 0
 
 
 def execute(
@@ -62,6 +63,7 @@ def execute(
         freed + orphan_bytes,
         gone,
         folder.backend.sweep_temporaries(now - grace),
+        history.expire(folder, now),
     )
 
 

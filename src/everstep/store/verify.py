@@ -14,8 +14,8 @@ import msgspec
 
 from everstep.core.clock import Clock
 from everstep.core.ids import Point
-from everstep.errors import CorruptObject, ObjectMissing, StoreError
-from everstep.store import attempts, catalog, digests, keys, records, settings
+from everstep.errors import CorruptObject, NewerFormat, ObjectMissing, StoreError
+from everstep.store import attempts, catalog, digests, history, keys, records, settings
 from everstep.store.folder import Folder
 from everstep.store.read import Checkpoint, open_checkpoint
 from everstep.store.records import (
@@ -205,7 +205,7 @@ def _check_zero(folder: Folder, key: str, start: int, stop: int) -> None:
 
 
 def _walk_surroundings(folder: Folder, tally: _Tally) -> None:
-    """The store's settings, the job's attempts and its refs."""
+    """The store's settings, the job's attempts, its history and its refs."""
     tally.catch(partial(_check_settings, folder))
     tally.objects += 1
     tally.catch(partial(_check_branches, folder))
@@ -214,6 +214,10 @@ def _walk_surroundings(folder: Folder, tally: _Tally) -> None:
         tally.bytes += info.size
         if info.key.endswith("/claim"):
             tally.catch(partial(_check_record, folder, info.key, Claim))
+    for info in folder.list(keys.HISTORY):
+        tally.objects += 1
+        tally.bytes += info.size
+        tally.catch(partial(_check_history, folder, info.key))
     refs: dict[str, type[Record]] = {
         keys.OWNER: OwnerRecord,
         keys.NEWEST: Newest,
@@ -238,6 +242,19 @@ def _check_settings(folder: Folder) -> None:
 
 def _check_branches(folder: Folder) -> None:
     attempts.branches(folder)  # reading is the check
+
+
+def _check_history(folder: Folder, key: str) -> None:
+    named = keys.parse_history(key)
+    if named is None:
+        raise CorruptObject(
+            f"{folder.key(key)} is no name of a history record.", hint="Move it elsewhere."
+        )
+    try:
+        history.read_one(folder, key, named)  # reading is the check
+    except NewerFormat as error:
+        # It says nothing against the checkpoint: another everstep has run the job.
+        raise CorruptObject(error.what, hint=error.hint) from error
 
 
 def _check_record(folder: Folder, key: str, record: type[Record]) -> None:
