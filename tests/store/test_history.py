@@ -156,14 +156,7 @@ def test_a_later_format_is_refused_by_name_and_the_others_are_read(memory: Memor
     memory.create(key, bytes(later))
     found = job.history()
     assert [e.attempt for e in found.entries] == [1]
-    assert (
-        found.problems
-        == (
-            f"{key} has version 9 of its format; this everstep knows 1. Upgrade everstep to the "
-            "version that wrote it, or later.",
-        )
-        or "version 9" in found.problems[0]
-    )
+    assert "has version 9 of its format" in found.problems[0]
     assert key in found.problems[0]
     assert found.highest == 2
 
