@@ -68,7 +68,7 @@ class Op:
     offline: bool = False
     jump: float = 0.0
     gap: float = 1.0
-    host: str = "n"
+    host: str = "node"
     reset: bool = False
 
 
@@ -377,7 +377,7 @@ def draw_history(seed: int) -> tuple[Policy, tuple[str, ...], list[Op]]:
             offline=odd(),
             jump=draw.choice([1e5, -1e5]) if odd() else 0.0,
             gap=draw.choice([0.0, 1.0, 300.0]),
-            host=draw.choice(["n", "new-host"]),
+            host=draw.choice(["node", "new-host"]),
             reset=odd() and odd(),
         )
 

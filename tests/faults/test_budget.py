@@ -140,7 +140,7 @@ OPS = st.builds(
     falls=st.sampled_from([False] * 4 + [True]),
     offline=st.sampled_from([False] * 4 + [True]),
     gap=st.sampled_from([0.0, 1.0, 300.0]),
-    host=st.sampled_from(["n", "m", "new-host"]),
+    host=st.sampled_from(["node", "m", "new-host"]),
     reset=st.sampled_from([False] * 19 + [True]),
 )
 HISTORIES = st.lists(OPS, max_size=40) | st.lists(OPS, min_size=1, max_size=3).flatmap(

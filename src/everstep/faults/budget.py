@@ -65,13 +65,15 @@ class FingerprintBudget(msgspec.Struct, frozen=True):
 
 class Budgets(msgspec.Struct, frozen=True):
     """What is spent. ``stuck`` and ``unrestored`` are attempts in a row, ``furthest`` and
-    ``restored`` the steps that the next one has to pass, ``committed`` the newest committed step,
-    ``window`` the times of the restarts that still count."""
+    ``restored`` the steps that the next one has to pass (``failed_there``: a failure ended an
+    attempt at ``furthest``), ``committed`` the newest committed step, ``window`` the times of the
+    restarts that still count."""
 
     fingerprints: Mapping[str, FingerprintBudget] = {}
     stuck: int = 0
     unrestored: int = 0
     furthest: int = -1
+    failed_there: bool = False
     restored: int = -1
     setbacks: int = 0
     committed: int = -1
@@ -284,26 +286,29 @@ def _judge(budgets: Budgets, life: Life, limits: Limits) -> Budgets:
     restored, setbacks, later = _restored(budgets, facts, limits)
     further = facts.furthest > budgets.furthest
     stuck, unrestored = budgets.stuck, budgets.unrestored
-    if life.provisional and (further or later):
-        # It refills nothing, and what it came to is no progress for the next one either.
-        furthest = max(budgets.furthest, facts.furthest)
-        return msgspec.structs.replace(budgets, furthest=furthest, restored=restored)
+    again = facts.furthest == budgets.furthest >= 0
     counted = life.cause in ("root", "victims")
+    marked = msgspec.structs.replace(
+        budgets,
+        furthest=max(budgets.furthest, facts.furthest),
+        failed_there=counted if further else budgets.failed_there or (again and counted),
+        restored=restored,
+    )
+    if life.provisional and (further or later):
+        return marked  # it refills nothing, and the next one has to pass what it came to
     if further:
         stuck = 0
-    elif facts.furthest == budgets.furthest >= 0 and counted:
-        stuck = max(stuck, 1) + 1
+    elif again and counted:
+        stuck = (max(stuck, 1) if budgets.failed_there else stuck) + 1
     elif later:
         stuck = 0
     else:
         stuck += counted
     unrestored = 0 if later else unrestored + (counted or life.cause == "agent_lost")
     return msgspec.structs.replace(
-        budgets,
+        marked,
         stuck=stuck,
         unrestored=unrestored,
-        furthest=max(budgets.furthest, facts.furthest),
-        restored=restored,
         setbacks=0 if further else setbacks,
     )
 

@@ -189,12 +189,26 @@ def _draft(
     ended = _ended(incident)
     if ended is not None:
         return ended
-    spent = _plain_limits(history, budgets, incident, policy, at)
+    mode = policy.mode or history.mode
+    spent = _deterministic(budgets, incident, policy) if mode == "act" else None
+    spent = spent or _plain_limits(history, budgets, incident, policy, at)
     if spent is not None:
         return _stop(incident, spent)
     acted = _acting(history, incident, budgets, situation, policy)
-    mode = policy.mode or history.mode
     return acted if mode == "act" else _only_said(acted, history, situation, policy, mode)
+
+
+def _deterministic(budgets: Budgets, incident: IncidentRecord, policy: Policy) -> Spent | None:
+    """F4, which says more than any budget: it comes first."""
+    if incident.verdict.fault == LOOP:
+        return Spent("no_progress", "the evidence itself tells of attempts that got no further")
+    spent = budget.repeated(budgets, incident, policy.limits)
+    numeric = incident.verdict.domain == "numerical" and incident.verdict.action == "rollback"
+    twice = budget.repeats(budgets, incident) >= 2 and incident.cause == "root"
+    if spent is None and numeric and twice and not policy.skip_batches:
+        where = incident.where
+        return Spent("repeated", f"an exact replay gave it again at step {where}: program or data")
+    return spent
 
 
 def _acting(
@@ -204,14 +218,8 @@ def _acting(
     situation: Situation,
     policy: Policy,
 ) -> Draft:
-    limits = policy.limits
-    numeric = incident.verdict.domain == "numerical" and incident.verdict.action == "rollback"
-    twice = budget.repeats(budgets, incident) >= 2 and incident.cause == "root"
-    spent = budget.repeated(budgets, incident, limits)
-    if spent is None and numeric and twice and not policy.skip_batches:
-        where = incident.where
-        spent = Spent("repeated", f"an exact replay gave it again at step {where}: program or data")
-    spent = spent or budget.fingerprint_spent(budgets, incident, limits)
+    spent = _deterministic(budgets, incident, policy)
+    spent = spent or budget.fingerprint_spent(budgets, incident, policy.limits)
     if spent is not None:
         return _stop(incident, spent)
     chosen = ladder.choose(history, incident, budgets, situation, policy)

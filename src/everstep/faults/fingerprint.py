@@ -18,6 +18,9 @@ from everstep.faults.records import Evidence, Verdict
 TEXT_LIMIT = 240
 """Characters of the normalised text that count: a message that carries a dump stays one."""
 
+_NAME_LEAST = 3
+"""Characters of a node's name: a shorter one may be any word."""
+
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
     # A prefix that a launcher puts before each line: [rank3]: or [default0]: or 3:
@@ -57,14 +60,15 @@ def fingerprint(verdict: Verdict, names: Iterable[str] = ()) -> Fingerprint:
     """The fingerprint of what a verdict says: the same whatever rank, node, path, address, time or
     step it came from. ``names`` are those of the job's nodes, which may stand in the message."""
     message = verdict.message or _most_telling(verdict.evidence)
-    for name in sorted(filter(None, names), key=len, reverse=True):
-        message = message.replace(name, "<node>")
+    for name in names:
+        if len(name) >= _NAME_LEAST:
+            message = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<node>", message)
     return Fingerprint(verdict.fault, normalise(message), normalise_frame(verdict.frame))
 
 
 def normalise(text: str) -> str:
     """``text`` without numbers, times, addresses, folders, ids, colours and launchers' prefixes."""
-    found = _ANSI.sub("", text[: TEXT_LIMIT * 8])
+    found = _ANSI.sub("", text[: TEXT_LIMIT * 4])
     for pattern, instead in _RULES:
         found = pattern.sub(instead, found)
     return found.strip()[:TEXT_LIMIT]

@@ -407,7 +407,7 @@ def _lives(timed: Sequence[tuple[float, Record]], highest_claim: int, end: float
     begun: dict[int, tuple[float, DecisionRecord]] = {}
     closed: set[str] = set()
     for at, record in timed:
-        if not isinstance(record, WordRecord) and record.attempt > 0:
+        if _tells_of_a_life(record):
             own.setdefault(record.attempt, []).append((at, record))
         if isinstance(record, DecisionRecord) and record.begins:
             begun[record.begins] = (at, record)
@@ -424,6 +424,13 @@ def _lives(timed: Sequence[tuple[float, Record]], highest_claim: int, end: float
         waits = decision is not None and decision.incident and decision.incident not in closed
         found.append(msgspec.structs.replace(life, provisional=bool(waits)))
     return found[::-1]
+
+
+def _tells_of_a_life(record: Record) -> bool:
+    """A start only says which attempt was claimed last; who lived it may have kept no records."""
+    if isinstance(record, DecisionRecord):
+        return bool(record.incident) and record.attempt > 0
+    return not isinstance(record, WordRecord) and record.attempt > 0
 
 
 def _life(

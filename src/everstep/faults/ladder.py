@@ -183,14 +183,23 @@ class _Chooser:
         """The pod that is to blame for this incident, an empty text for none."""
         verdict, rules = self.incident.verdict, self.policy.rules
         node, weight = blamed_node(self.incident, rules)
-        pod = self.incident.pods.get(verdict.root_node or "", "")
         if verdict.root_domain == "pod" and verdict.confidence >= rules.confidence:
-            return pod
+            return self._pod_of_roots()
+        pod = self.incident.pods.get(verdict.root_node or "", "")
         charges = blames(self.history, rules)
         last = blamed_pods(charges, rules).get(pod)
         own = max((c.at for c in charges if c.incident == self.incident.id), default=None)
         near = last is not None and own is not None and abs(last - own) <= rules.pod_window
         return pod if weight and node and near else ""
+
+    def _pod_of_roots(self) -> str:
+        """The one pod in which all root ranks, or the root node, stand."""
+        incident, verdict = self.incident, self.incident.verdict
+        roots = set(verdict.root_ranks)
+        nodes = {node for node, ranks in incident.nodes.items() if roots & set(ranks)}
+        nodes |= {verdict.root_node} if verdict.root_node else set()
+        pods = {incident.pods.get(node, "") for node in nodes}
+        return pods.pop() if len(pods) == 1 else ""
 
     def _shut_out(self, node: str) -> _Leaving:
         known = {*self.situation.nodes, *self.situation.spares, *self.gone}

@@ -39,7 +39,7 @@ class Rules(msgspec.Struct, frozen=True):
     blames the pod. ``confidence``: that a verdict needs to blame a node."""
 
     half_life: float = 24 * 3600.0
-    threshold: float = 1.0
+    threshold: float = 0.9
     soft: float = 0.5
     exclusion: float = 24 * 3600.0
     probation: float = 12 * 3600.0
