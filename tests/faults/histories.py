@@ -382,4 +382,4 @@ def draw_history(seed: int) -> tuple[Policy, tuple[str, ...], list[Op]]:
         )
 
     spares = draw.choice([(), ("s1", "s2")])
-    return draw.choice(POLICIES), spares, [one() for _ in range(40)]
+    return draw.choice(POLICIES), spares, [one() for _ in range(30)]
