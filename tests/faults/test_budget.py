@@ -21,15 +21,18 @@ from histories import (
     Ended,
     Op,
     World,
+    alone,
     draw_history,
     repeat,
 )
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from told import TIMEOUT, UNKNOWN, Agent, verdict
 
 from everstep.core import exits
 from everstep.faults.budget import Limits, count, left, nearly_spent, window_frees
-from everstep.faults.history import IncidentRecord, Life, fold
+from everstep.faults.fold import Life, fold
+from everstep.faults.history import AttemptFacts, IncidentRecord
 from everstep.faults.situation import Policy
 
 LIMITS = Limits(window_restarts=12, window_seconds=2000.0)
@@ -267,6 +270,72 @@ def test_a_provisional_attempt_refills_nothing() -> None:
     world = World(Policy(limits=limits))
     world.play(repeat(op, 12))
     assert len(world.begun) == 4
+
+
+def test_what_a_provisional_attempt_did_counts_for_no_later_refill_either() -> None:
+    """Neither the step that it committed nor the time that it spent."""
+
+    def run(second: AttemptFacts, third: AttemptFacts, fourth: AttemptFacts) -> int:
+        told = Agent(policy=alone())
+        told.fails(TIMEOUT, facts=AttemptFacts(-1, 9, 9, 5, 100.0, 50.0))
+        told.fails(UNKNOWN, closed=False, facts=second)
+        told.fails(verdict(TIMEOUT, step=30), facts=third)  # it was provisional
+        told.fails(verdict(TIMEOUT, step=40), facts=fourth)
+        return spent_on_timeouts(told)
+
+    behind, past = AttemptFacts(5, 8, 8, 8, 100.0, 90.0), AttemptFacts(8, 25, 25, 25, 100.0)
+    nothing = AttemptFacts()
+    assert run(behind, past, nothing) == 3, "its commit refills nothing"
+    idle = AttemptFacts(5, 6, 6, 6, 100.0)
+    assert run(idle, behind, past) == 3, "its time is not counted as useful"
+    beyond = AttemptFacts(8, 45, 45, 45, 100.0, 90.0)
+    assert run(behind, nothing, beyond) == 1, "what is closed refills"
+
+
+def spent_on_timeouts(told: Agent) -> int:
+    spent = count(told.history(), told.policy.limits).fingerprints
+    return next(one.spent for one in spent.values() if "watchdog" in one.fingerprint.text)
+
+
+def test_useful_time_is_never_longer_than_the_attempt_was() -> None:
+    """Whatever it says of itself."""
+    for useful, spent in ((19.0, 2), (21.0, 1), (1e9, 1)):
+        told = Agent(policy=alone())
+        told.fails(TIMEOUT)
+        told.fails(
+            verdict(TIMEOUT, step=40), facts=AttemptFacts(9, 30, 30, 30, 1e9, useful), after=100.0
+        )
+        assert spent_on_timeouts(told) == spent
+    boast = Agent(policy=alone())
+    boast.fails(TIMEOUT, facts=AttemptFacts(-1, 9, 9, 5, 10.0))
+    boast.fails(UNKNOWN, facts=AttemptFacts(5, 8, 8, 8, 1e9, 1e9), after=10.0)
+    boast.fails(verdict(TIMEOUT, step=40), facts=AttemptFacts(8, 30, 30, 30, 1e3), after=1000.0)
+    assert spent_on_timeouts(boast) == 2, "10 s of 1010 were useful"
+
+
+def test_the_furthest_failing_step_has_to_be_passed() -> None:
+    """Not only the one that it failed at last."""
+    for committed, spent in ((40, 3), (60, 1)):
+        told = Agent(policy=alone())
+        told.fails(verdict(TIMEOUT, step=50), facts=AttemptFacts(-1, 9, 9))
+        told.fails(verdict(TIMEOUT, step=12), facts=AttemptFacts(-1, 9, 9))
+        facts = AttemptFacts(9, committed, committed, committed, 100.0, 100.0)
+        told.fails(verdict(TIMEOUT, step=70), facts=facts)
+        assert spent_on_timeouts(told) == spent
+
+
+def test_a_provisional_attempt_that_gets_further_is_no_progress_yet() -> None:
+    told = Agent(policy=alone(no_progress=3))
+    nothing = AttemptFacts()
+    told.fails(UNKNOWN, facts=nothing)
+    told.fails(UNKNOWN, facts=nothing, closed=False)
+    assert told.fails(UNKNOWN).begins == 4, "it got further, and its incident was never closed"
+    assert told.fails(UNKNOWN, facts=nothing).stops
+    closed = Agent(policy=alone(no_progress=3))
+    closed.fails(UNKNOWN, facts=nothing)
+    closed.fails(UNKNOWN, facts=nothing)
+    closed.fails(UNKNOWN)
+    assert closed.fails(UNKNOWN, facts=nothing).begins == 5
 
 
 def test_attempts_without_progress_stop_after_three_across_all_fingerprints() -> None:

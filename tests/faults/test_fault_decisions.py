@@ -14,13 +14,13 @@ from everstep.core import exits
 from everstep.core.history import Entry
 from everstep.faults.budget import Limits, cause_of
 from everstep.faults.decide import begin, respond
+from everstep.faults.fold import fold
 from everstep.faults.history import (
     BODY_LIMIT,
     AttemptFacts,
     DecisionRecord,
     LastWord,
     Rung,
-    fold,
     pack,
     unpack,
 )
@@ -272,6 +272,20 @@ def test_what_is_not_fatal_goes_on() -> None:
     decision = told.fails(slow, fatal=False)
     assert (decision.action, decision.begins, decision.excluded) == ("continue", None, ())
     assert told.history().events == ()
+
+
+def test_what_went_on_and_turns_out_to_be_fatal_is_decided_anew() -> None:
+    told = agent()
+    told.start()
+    slow = told.incident(UNKNOWN, fatal=False)
+    assert told.tells(slow).action == "continue"
+    decision = told.tells(msgspec.structs.replace(slow, revision=2, fatal=True))
+    assert (decision.action, decision.begins) == ("restart_in_place", 2)
+    crashed = agent()
+    crashed.start()
+    crashed.tells(slow)
+    crashed.records.append(msgspec.structs.replace(slow, revision=2, fatal=True, sequence=9))
+    assert crashed.start().begins == 2
 
 
 def test_f1_the_unknown_is_restarted_in_place_and_nobody_is_blamed() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from told import EXCEPTION, FOUR, GPU, NAN, SOFT, UNKNOWN, Agent, verdict
 
-from everstep.faults.history import Life, ResultRecord
+from everstep.faults.fold import Life
+from everstep.faults.history import ResultRecord
 from everstep.faults.records import Verdict
 from everstep.faults.situation import Situation
 from everstep.faults.suspicion import (

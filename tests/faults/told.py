@@ -9,17 +9,16 @@ import msgspec
 from everstep.core.ids import Point
 from everstep.faults.budget import cause_of
 from everstep.faults.decide import Response, begin, fall, respond
+from everstep.faults.fold import History, fold
 from everstep.faults.history import (
     AttemptFacts,
     DecisionRecord,
-    History,
     IncidentRecord,
     Record,
     RecoveryPoint,
     Stamp,
     Word,
     WordRecord,
-    fold,
     next_sequence,
 )
 from everstep.faults.records import Verdict

@@ -14,14 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.faults.fingerprint import Fingerprint, fingerprint
-from everstep.faults.history import (
-    AttemptFacts,
-    Cause,
-    History,
-    IncidentRecord,
-    Life,
-    Reset,
-)
+from everstep.faults.fold import History, Life, Reset
+from everstep.faults.history import AttemptFacts, Cause, IncidentRecord
 from everstep.faults.records import Verdict
 
 _PROGRAM = ("user_code", "user_data")

@@ -16,34 +16,22 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.core import exits
-from everstep.faults import budget, ladder
-from everstep.faults.budget import Budgets, Spent
+from everstep.faults import budget, ladder, rules
+from everstep.faults.budget import Budgets
+from everstep.faults.fold import History, Life, fold
 from everstep.faults.history import (
     AttemptFacts,
     DecisionRecord,
-    History,
     IncidentRecord,
-    Life,
-    Mode,
     Record,
     Rung,
     Stamp,
     WordRecord,
-    fold,
     next_sequence,
 )
 from everstep.faults.ladder import Draft
-from everstep.faults.records import UNKNOWN, Action, Verdict
+from everstep.faults.records import UNKNOWN, Verdict
 from everstep.faults.situation import Policy, Situation
-
-LOOP = "NO_PROGRESS_LOOP"
-_RESTARTS: tuple[Action, ...] = (
-    "restart_in_place",
-    "restart_elsewhere",
-    "wait_and_retry",
-    "rollback",
-)
-_RESET = 'everstep retry --reset-budget "what was changed"'
 
 
 class Response(NamedTuple):
@@ -74,13 +62,13 @@ def respond(
     known = [d for d in made if d.revision >= incident.revision]
     if known:
         return Response(() if incident in past else (incident,), known[-1])
-    if made:
+    if any(d.begins is not None or d.stops for d in made):
         draft = _late(history, incident, made, situation, policy, at)
     elif history.last_attempt > incident.attempt:
-        draft = _kept(incident, "a later attempt was begun already, by another agent")
+        draft = rules.kept(incident, "a later attempt was begun already, by another agent")
     else:
-        draft = _draft(history, incident, situation, policy, at)
-        draft = _with_window(history, incident, draft, policy)
+        draft = rules.draft_for(history, incident, situation, policy, at)
+        draft = rules.with_window(history, incident, draft, policy)
     decision = _record(history, records, incident, draft, situation, policy, at)
     return Response((decision,) if incident in past else (incident, decision), decision)
 
@@ -106,7 +94,7 @@ def begin(
         return _carry_on(past, last, history, situation, policy, at)
     if history.lives:
         life = history.lives[-1]
-        unanswered = [i for i in life.incidents if not history.decisions(i.id)]
+        unanswered = [i for i in life.incidents if not _answered(history, i)]
         if unanswered:
             return respond(past, unanswered[0], situation, policy, at)
         if life.ended is None:
@@ -156,8 +144,8 @@ def fall(
         what = f"{reason}; {spent.reason}" if spent is not None else reason
         rung = Rung("stop", why=what)
         record = msgspec.structs.replace(
-            fallen, rung=rung, ladder=(), reason=_how_to_go_on(what), final=True,
-            exit_code=exits.NO_PROGRESS, fault=LOOP if spent is not None else decision.fault,
+            fallen, rung=rung, ladder=(), reason=rules.how_to_go_on(what), final=True,
+            exit_code=exits.NO_PROGRESS, fault=rules.LOOP if spent is not None else decision.fault,
         )  # fmt: skip
     else:
         record = msgspec.structs.replace(fallen, begins=claimed + 1)
@@ -181,128 +169,6 @@ def _numbered(past: Sequence[Record], incident: IncidentRecord) -> IncidentRecor
     )
 
 
-def _draft(
-    history: History, incident: IncidentRecord, situation: Situation, policy: Policy, at: Stamp
-) -> Draft:
-    """The decision, but for the outermost budget, which only counts where an attempt begins."""
-    budgets = budget.count(history, policy.limits)
-    ended = _ended(incident)
-    if ended is not None:
-        return ended
-    mode = policy.mode or history.mode
-    spent = _deterministic(budgets, incident, policy) if mode == "act" else None
-    spent = spent or _plain_limits(history, budgets, incident, policy, at)
-    if spent is not None:
-        return _stop(incident, spent)
-    acted = _acting(history, incident, budgets, situation, policy)
-    return acted if mode == "act" else _only_said(acted, history, situation, policy, mode)
-
-
-def _deterministic(budgets: Budgets, incident: IncidentRecord, policy: Policy) -> Spent | None:
-    """F4, which says more than any budget: it comes first."""
-    if incident.verdict.fault == LOOP:
-        return Spent("no_progress", "the evidence itself tells of attempts that got no further")
-    spent = budget.repeated(budgets, incident, policy.limits)
-    numeric = incident.verdict.domain == "numerical" and incident.verdict.action == "rollback"
-    twice = budget.repeats(budgets, incident) >= 2 and incident.cause == "root"
-    if spent is None and numeric and twice and not policy.skip_batches:
-        where = incident.where
-        return Spent("repeated", f"an exact replay gave it again at step {where}: program or data")
-    return spent
-
-
-def _acting(
-    history: History,
-    incident: IncidentRecord,
-    budgets: Budgets,
-    situation: Situation,
-    policy: Policy,
-) -> Draft:
-    spent = _deterministic(budgets, incident, policy)
-    spent = spent or budget.fingerprint_spent(budgets, incident, policy.limits)
-    if spent is not None:
-        return _stop(incident, spent)
-    chosen = ladder.choose(history, incident, budgets, situation, policy)
-    if chosen.action == "stop":
-        return replace(
-            chosen,
-            reason=f"{describe(incident)}: {chosen.reason}",
-            exit_code=exits.NO_RECOVERY_POINT,
-            fault=incident.verdict.fault,
-        )
-    return replace(
-        chosen, reason=f"{describe(incident)}: {chosen.reason}", fault=incident.verdict.fault
-    )
-
-
-def _ended(incident: IncidentRecord) -> Draft | None:
-    """The incidents after which there is nothing to decide."""
-    word = incident.last_word
-    if word is not None:
-        rung = Rung("stop", why=word.reason)
-        return Draft(rung, word.reason, incident.verdict.fault, exit_code=word.exit_code)
-    if not incident.fatal:
-        why = f"{describe(incident)}: the attempt goes on"
-        return Draft(Rung("continue", why=why), why, incident.verdict.fault)
-    if incident.verdict.fault == "USER_CANCEL":
-        why = "ended by a person; start the job again and it goes on"
-        return Draft(Rung("stop", why=why), why, "USER_CANCEL", exit_code=exits.PREEMPTED)
-    return None
-
-
-def _plain_limits(
-    history: History, budgets: Budgets, incident: IncidentRecord, policy: Policy, at: Stamp
-) -> Spent | None:
-    """The limits that hold whatever the verdict is, and whether or not it is acted on."""
-    most = policy.limits.max_restarts
-    if most is not None and incident.cause != "external":
-        made = sum(_is_restart_of(d, at.agent, history) for d in history.decisions())
-        if made >= most:
-            return Spent("max_restarts", f"--max-restarts {most} is used up")
-    if incident.cause in ("root", "victims", "agent_lost"):
-        return budget.progress_spent(budgets, policy.limits)
-    return None
-
-
-def _is_restart_of(decision: DecisionRecord, agent: str, history: History) -> bool:
-    """torchrun's count: the restarts that one agent made, but for nodes that came and went."""
-    incident = history.incident(decision.incident)
-    mine = decision.begins is not None and decision.at.agent == agent
-    return mine and incident is not None and incident.cause != "external"
-
-
-def _only_said(
-    acted: Draft, history: History, situation: Situation, policy: Policy, mode: Mode
-) -> Draft:
-    """``advise`` and ``off``: a restart in place, as without a verdict. Budgets hold."""
-    advice = f"{acted.action}: {acted.reason}" if mode == "advise" else ""
-    rung = ladder.plain(history, situation, policy)
-    why = "the attempt ended" if mode == "off" else "advice is given, not followed"
-    alerts = acted.alerts if mode == "advise" else ()
-    return Draft(
-        replace_why(rung, why), why, acted.fault, (Rung("stop"),), advice=advice, alerts=alerts
-    )
-
-
-def _with_window(history: History, incident: IncidentRecord, draft: Draft, policy: Policy) -> Draft:
-    """The outermost budget: no attempt begins where it is spent. A job that is only taken away
-    again and again, and gets on in between, waits until it has room; any other stops."""
-    if draft.action not in _RESTARTS:
-        return draft
-    budgets = budget.count(history, policy.limits)
-    spent = budget.window_spent(budgets, policy.limits)
-    if spent is None:
-        return draft
-    if incident.cause != "external" or budgets.stuck or not budgets.useful:
-        return _stop(incident, spent)
-    free = budget.window_frees(budgets, policy.limits, history.now)
-    rung = Rung(
-        "wait_and_retry", draft.rung.nodes, draft.rung.recovery, free + policy.wait,
-        max(free, draft.rung.delay), spent.reason,
-    )  # fmt: skip
-    return replace(draft, rung=rung, alerts=(*draft.alerts, spent.reason))
-
-
 def _late(
     history: History,
     incident: IncidentRecord,
@@ -314,24 +180,19 @@ def _late(
     """What a better verdict changes about an attempt that may run already."""
     before = made[-1]
     if before.stops:
-        return _kept(incident, "the job was stopped for this incident already")
+        return rules.kept(incident, "the job was stopped for this incident already")
     if before.begins is not None and history.last_attempt > before.begins:
-        return _kept(incident, "a later attempt runs already")
-    draft = _draft(history, incident, situation, policy, at)
+        return rules.kept(incident, "a later attempt runs already")
+    draft = rules.draft_for(history, incident, situation, policy, at)
     if draft.action == "stop":
         return draft
     why = _why_move(before, draft)
     if not why or any(d.ends_running == "moved" for d in made):
-        return _kept(incident, "the verdict changes nothing about the attempt that runs")
+        return rules.kept(incident, "the verdict changes nothing about the attempt that runs")
     budgets = budget.count(history, policy.limits)
     if budget.window_spent(budgets, policy.limits) is not None:
-        return _kept(incident, f"{why}, and the budget allows no attempt more")
+        return rules.kept(incident, f"{why}, and the budget allows no attempt more")
     return replace(draft, reason=f"{draft.reason}; {why}")
-
-
-def _kept(incident: IncidentRecord, why: str) -> Draft:
-    """Nothing is done: what runs goes on."""
-    return Draft(Rung("continue", why=why), f"{describe(incident)}: {why}", incident.verdict.fault)
 
 
 def _why_move(before: DecisionRecord, draft: Draft) -> str:
@@ -352,6 +213,10 @@ def _last_decision(history: History) -> DecisionRecord | None:
     """The newest decision that begins or ends something."""
     found = [d for d in history.decisions() if d.begins is not None or d.stops]
     return found[-1] if found else None
+
+
+def _answered(history: History, incident: IncidentRecord) -> bool:
+    return any(d.revision >= incident.revision for d in history.decisions(incident.id))
 
 
 def _still_holds(history: History, decision: DecisionRecord) -> bool:
@@ -424,7 +289,7 @@ def _start(
     spent = budget.window_spent(budgets, policy.limits)
     attempt = max(situation.highest_claim, history.last_attempt)
     reason = "the job starts" if attempt == 0 else "the job is started again"
-    rung = replace_why(ladder.plain(history, situation, policy), reason)
+    rung = rules.replace_why(ladder.plain(history, situation, policy), reason)
     record = DecisionRecord(
         id=f"start-{attempt + 1}-{at.agent}",
         attempt=attempt,
@@ -437,11 +302,11 @@ def _start(
     )
     if spent is not None:
         last = _last_decision(history)
-        if last is not None and last.stops and last.attempt == attempt and last.fault == LOOP:
+        if last is not None and last.stops and last.attempt == attempt and last.fault == rules.LOOP:
             return Response((), last)  # said already: a queue that tries for ever fills no store
         record = msgspec.structs.replace(
-            record, rung=Rung("stop", why=spent.reason), reason=_how_to_go_on(spent.reason),
-            fault=LOOP, begins=None, exit_code=exits.NO_PROGRESS,
+            record, rung=Rung("stop", why=spent.reason), reason=rules.how_to_go_on(spent.reason),
+            fault=rules.LOOP, begins=None, exit_code=exits.NO_PROGRESS,
         )  # fmt: skip
     return Response((record,), record)
 
@@ -460,7 +325,7 @@ def _record(
 ) -> DecisionRecord:
     """The draft with its name, its number and what is left of the budgets."""
     running = max(situation.highest_claim, history.last_attempt)
-    begins = draft.action in _RESTARTS
+    begins = draft.action in rules.RESTARTS
     ends = running > incident.attempt and (begins or draft.action == "stop")
     attempt = running if ends else incident.attempt
     budgets = _with_this(budget.count(history, policy.limits), history, begins)
@@ -500,44 +365,3 @@ def _with_this(budgets: Budgets, history: History, begins: bool) -> Budgets:
     if not begins:
         return budgets
     return msgspec.structs.replace(budgets, window=(*budgets.window, history.now))
-
-
-def _stop(incident: IncidentRecord, spent: Spent) -> Draft:
-    """Stop for good, with what failed, why no restart follows, and what a person can do."""
-    code = {"repeated": exits.REPEATED, "max_restarts": exits.FAILED}.get(
-        spent.name, exits.NO_PROGRESS
-    )
-    fault = LOOP if spent.name in ("no_progress", "window") else incident.verdict.fault
-    what = f"{describe(incident)}: {spent.reason}"
-    advice = incident.verdict.advice
-    reason = _how_to_go_on(f"{what}. {advice}" if advice else what)
-    # torchrun's own limit is for one start of the job: the next start has it again.
-    final = spent.name != "max_restarts"
-    rung = Rung("stop", why=spent.reason)
-    return Draft(rung, reason, fault, exit_code=code, final=final)
-
-
-def _how_to_go_on(what: str) -> str:
-    return f"{what.rstrip('.')}. To go on all the same: {_RESET}"
-
-
-def describe(incident: IncidentRecord) -> str:
-    """The incident in one line: class, where, and its own words."""
-    verdict = incident.verdict
-    ranks = ", ".join(map(str, verdict.root_ranks[:8]))
-    parts = [verdict.fault]
-    if verdict.root_ranks:
-        parts.append(f"on rank {ranks}" if len(verdict.root_ranks) == 1 else f"on ranks {ranks}")
-    if verdict.root_node:
-        parts.append(f"on node {verdict.root_node}")
-    if verdict.step is not None:
-        parts.append(f"at step {verdict.step}")
-    if verdict.frame:
-        parts.append(f"in {verdict.frame}")
-    if verdict.message:
-        parts.append(f"({verdict.message[:200]})")
-    return " ".join(parts)
-
-
-def replace_why(rung: Rung, why: str) -> Rung:
-    return msgspec.structs.replace(rung, why=why)

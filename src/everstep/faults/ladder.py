@@ -13,14 +13,8 @@ from typing import NamedTuple, get_args
 
 from everstep.faults import budget
 from everstep.faults.budget import Budgets
-from everstep.faults.history import (
-    Alternative,
-    DecisionRecord,
-    History,
-    IncidentRecord,
-    RecoveryPoint,
-    Rung,
-)
+from everstep.faults.fold import History
+from everstep.faults.history import Alternative, DecisionRecord, IncidentRecord, RecoveryPoint, Rung
 from everstep.faults.records import Action
 from everstep.faults.situation import Policy, Situation
 from everstep.faults.suspicion import (

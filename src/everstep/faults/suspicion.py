@@ -14,13 +14,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from everstep.faults.history import (
-    DecisionRecord,
-    History,
-    IncidentRecord,
-    ResultRecord,
-    WordRecord,
-)
+from everstep.faults.fold import History
+from everstep.faults.history import DecisionRecord, IncidentRecord, ResultRecord, WordRecord
 
 State = Literal["trusted", "suspect", "probation", "excluded"]
 
