@@ -49,7 +49,9 @@ UNCHARGED = {"victims", "preempted"}
 class Op:
     """How one attempt goes. ``source`` is what it goes on from, ``steps`` how far it comes,
     ``at`` the step that it fails at (None: the one after the last finished). ``crash`` is where
-    the agent dies. ``gap``: seconds until the job is submitted again."""
+    the agent dies. ``intruder``: a second agent takes the job over meanwhile; ``race``: the first
+    decides without having seen what that one wrote. ``gap``: seconds until the job is submitted
+    again."""
 
     fault: str = "exception"
     source: str = "store"
@@ -61,6 +63,7 @@ class Op:
     useful: float = 0.0
     crash: str = ""
     intruder: bool = False
+    race: bool = False
     closed: bool = True
     closes: bool = True
     becomes: str = ""
@@ -195,11 +198,14 @@ class World:
         self.ended.append(end)
         if end.committed > self._useful_until and not end.provisional:
             self._useful_until = end.committed
+        seen = list(self.records), self._situation(op)
         if op.intruder:
             self._intrude(op)
-        self._fail(op, facts, attempt)
+        self._fail(op, facts, attempt, *(seen if op.race else (self.records, self._situation(op))))
 
-    def _fail(self, op: Op, facts: AttemptFacts, attempt: int) -> None:
+    def _fail(
+        self, op: Op, facts: AttemptFacts, attempt: int, past: list[Record], situation: Situation
+    ) -> None:
         verdict = VERDICTS[op.fault]
         step = op.at if op.told else None
         verdict = msgspec.structs.replace(
@@ -215,7 +221,7 @@ class World:
         )  # fmt: skip
         if not op.closed:
             self._open.add(incident.id)
-        answer = respond(self.records, incident, self._situation(op), self.policy, self._stamp())
+        answer = respond(past, incident, situation, self.policy, self._stamp())
         self._write(answer)
         if self.claims > attempt:  # fenced: it sees the higher claim and ends
             self._running = None
@@ -370,6 +376,7 @@ def draw_history(seed: int) -> tuple[Policy, tuple[str, ...], list[Op]]:
             useful=useful,
             crash=draw.choice(CRASHES) if odd() else "",
             intruder=odd(),
+            race=draw.random() < 0.5,
             closed=not odd(),
             closes=not odd(),
             becomes=draw.choice(sorted(VERDICTS)) if odd() else "",

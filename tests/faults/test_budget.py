@@ -137,6 +137,7 @@ OPS = st.builds(
     useful=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
     crash=st.sampled_from(["", "", "", *CRASHES]),
     intruder=st.sampled_from([False] * 5 + [True]),
+    race=st.booleans(),
     closed=st.sampled_from([True, True, True, False]),
     closes=st.booleans(),
     becomes=st.sampled_from(["", "", "", *sorted(VERDICTS)]),

@@ -21,6 +21,8 @@ from everstep.faults.history import (
     DecisionRecord,
     LastWord,
     Rung,
+    Stamp,
+    WordRecord,
     pack,
     unpack,
 )
@@ -555,18 +557,21 @@ def test_evidence_is_cut_to_what_a_record_may_have() -> None:
 
 
 def test_time_between_boots_is_the_wall_clock_and_never_runs_back() -> None:
-    from everstep.faults.history import Stamp, WordRecord
-
     def at(place: int, wall: float, mono: float, boot: str) -> WordRecord:
         return WordRecord("on-fault", place, Stamp("a", wall, mono, boot), 1)
 
     told = fold(
         [
-            at(1, 5000.0, 10.0, "x"), at(2, 9e9, 20.0, "x"), at(3, 5100.0, 7.0, "y"),
-            at(4, 4000.0, 9.0, "z"), at(5, 0.0, 17.0, "y"), at(6, float("nan"), 1.0, "w"),
+            at(1, 5000.0, 10.0, "x"),
+            at(2, 9e9, 20.0, "x"),
+            at(3, 5100.0, 7.0, "y"),
+            at(4, 4000.0, 9.0, "z"),
+            at(5, 0.0, 17.0, "y"),
+            at(6, float("nan"), 1.0, "w"),
+            at(7, 5001.0, 25.0, "x"),
         ]
-    )  # fmt: skip
-    assert [time for time, _ in told.records] == [0.0, 10.0, 100.0, 100.0, 110.0, 110.0]
+    )
+    assert [time for time, _ in told.records] == [0.0, 10.0, 100.0, 100.0, 110.0, 110.0, 110.0]
 
 
 def test_a_situation_without_names_of_nodes_works() -> None:
