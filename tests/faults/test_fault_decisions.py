@@ -569,9 +569,11 @@ def test_time_between_boots_is_the_wall_clock_and_never_runs_back() -> None:
             at(5, 0.0, 17.0, "y"),
             at(6, float("nan"), 1.0, "w"),
             at(7, 5001.0, 25.0, "x"),
+            at(8, 4000.0, 30.0, "z"),
         ]
     )
-    assert [time for time, _ in told.records] == [0.0, 10.0, 100.0, 100.0, 110.0, 110.0, 110.0]
+    times = [time for time, _ in told.records]
+    assert times == [0.0, 10.0, 100.0, 100.0, 110.0, 110.0, 110.0, 121.0]
 
 
 def test_a_situation_without_names_of_nodes_works() -> None:

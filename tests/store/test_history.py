@@ -161,6 +161,21 @@ def test_a_later_format_is_refused_by_name_and_the_others_are_read(memory: Memor
     assert found.highest == 2
 
 
+def test_what_is_known_is_not_read_again(memory: MemoryBackend) -> None:
+    job = job_on(memory)
+    job.record_history(entry(1))
+    known = job.history()
+    job.record_history(entry(2))
+    counting = FaultyBackend(memory)
+    found = job_on(counting).history(known)
+    assert [e.attempt for e in found.entries] == [1, 2]
+    assert [call for call, _ in counting.calls] == ["list", "get"]
+    memory.objects = {
+        key: data for key, data in memory.objects.items() if "history/000001" not in key
+    }
+    assert [e.attempt for e in job.history(found).entries] == [2], "what has expired is gone"
+
+
 def test_a_strange_name_is_told_and_passed_over(memory: MemoryBackend) -> None:
     job = job_on(memory)
     job.record_history(entry())
@@ -173,7 +188,7 @@ def test_a_strange_name_is_told_and_passed_over(memory: MemoryBackend) -> None:
 def test_a_store_that_fails_is_no_shorter_history(memory: MemoryBackend) -> None:
     """F3: what is not read would be a budget that refills itself."""
     job_on(memory).record_history(entry())
-    for call in ("list", "get", "stat"):
+    for call in ("list", "get"):
         faulty = FaultyBackend(memory, [BackendFault("fail", call)])
         with pytest.raises(StoreError):
             job_on(faulty).history()

@@ -22,7 +22,7 @@ from everstep.store import keys, records
 from everstep.store.backends import ObjectInfo
 from everstep.store.digests import digest
 from everstep.store.folder import Folder
-from everstep.store.records import HistoryRecord
+from everstep.store.records import KINDS, HistoryRecord
 
 BODY_BYTES = 64 << 10
 """Bytes that a body may have at most."""
@@ -33,11 +33,12 @@ KEEP_BYTES = 64 << 20
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """A job's history as far as it can be read. ``entries`` are in the order of the spec;
-    ``problems`` names each record that was left out, and why; ``highest`` is the newest attempt
-    that any key tells of, of records that cannot be read as well."""
+    """A job's history as far as it can be read. ``entries`` are in the order of the spec, ``keys``
+    theirs; ``problems`` names each record that was left out, and why; ``highest`` is the newest
+    attempt that any key tells of, of records that cannot be read as well."""
 
     entries: tuple[Entry, ...] = ()
+    keys: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     highest: int = 0
 
@@ -75,10 +76,14 @@ def record(folder: Folder, entry: Entry) -> str:
     return key
 
 
-def read(folder: Folder) -> Listing:
-    """All records that can be read, and the names of those that cannot. Raises ``StoreError``
-    where the store itself fails: a history that is only partly listed is none."""
-    entries: list[tuple[int, int, bytes, Entry]] = []
+def read(folder: Folder, known: Listing | None = None) -> Listing:
+    """All records that can be read, and the names of those that cannot.
+
+    What an earlier listing has is not read again: a key tells the content. Raises ``StoreError``
+    where the store itself fails: a history that is only partly listed is none.
+    """
+    had = dict(zip(known.keys, known.entries, strict=True)) if known is not None else {}
+    found: dict[str, Entry] = {}
     problems: list[str] = []
     highest = 0
     for info in folder.list(keys.HISTORY):
@@ -88,26 +93,34 @@ def read(folder: Folder) -> Listing:
             continue
         highest = max(highest, named.attempt)
         try:
-            entry = read_one(folder, info.key, named)
+            found[info.key] = had.get(info.key) or read_one(folder, info, named)
         except ObjectMissing:
             continue  # it has expired, or was merged, since it was listed
         except (CorruptObject, NewerFormat) as error:
             problems.append(str(error))
-            continue
-        entries.append((entry.attempt, entry.sequence, entry.body, entry))
-    entries.sort(key=lambda item: item[:3])
-    return Listing(tuple(item[3] for item in entries), tuple(problems), highest)
+    ordered = sorted(found, key=lambda key: _place(found[key]))
+    return Listing(tuple(found[key] for key in ordered), tuple(ordered), tuple(problems), highest)
 
 
-def read_one(folder: Folder, key: str, named: keys.HistoryName) -> Entry:
-    """The record under ``key``, checked against its name. Raises ``CorruptObject``,
+def _place(entry: Entry) -> tuple[int, int, bytes]:
+    return entry.attempt, entry.sequence, entry.body
+
+
+def read_one(folder: Folder, info: ObjectInfo, named: keys.HistoryName) -> Entry:
+    """The record that ``info`` lists, checked against its name. Raises ``CorruptObject``,
     ``NewerFormat``, ``ObjectMissing``."""
-    data = folder.read_bytes(key, HistoryRecord)
-    found = records.decode(data, HistoryRecord, folder.key(key))
+    key = folder.key(info.key)
+    if info.size > KINDS[HistoryRecord].bound:
+        raise CorruptObject(
+            f"{key} has {info.size} bytes, more than any history record has.",
+            hint="It is passed over; put it back from a copy.",
+        )
+    data = folder.backend.get(key, 0, info.size)
+    found = records.decode(data, HistoryRecord, key)
     told = (found.job, found.attempt, found.sequence, found.kind, _name(data))
     if told != (folder.job, named.attempt, named.sequence, named.kind, named.name):
         raise CorruptObject(
-            f"{folder.key(key)} holds {found.kind} {found.sequence} of attempt {found.attempt} of "
+            f"{key} holds {found.kind} {found.sequence} of attempt {found.attempt} of "
             f"job {found.job}.",
             hint="It was moved or damaged; put it back from a copy.",
         )
@@ -127,7 +140,7 @@ def merge(source: Folder, target: Folder) -> MergeReport:
             continue
         there = info.key in present
         try:
-            record(target, read_one(source, info.key, named))
+            record(target, read_one(source, info, named))
         except (CorruptObject, NewerFormat) as error:
             problems.append(str(error))  # it stays where it is, for a person
             continue

@@ -165,9 +165,11 @@ class Job:
         """
         return history.record(self._folder, entry)
 
-    def history(self) -> Listing:
-        """All records that can be read, in order, and the names of those that cannot."""
-        return history.read(self._folder)
+    def history(self, known: Listing | None = None) -> Listing:
+        """All records that can be read, in order, and the names of those that cannot. What
+        ``known``, an earlier answer, has is not read again.
+        """
+        return history.read(self._folder, known)
 
     def merge_history(self, local: Job) -> MergeReport:
         """Bring here what was recorded in ``local``, the same job in a store on a local disk,

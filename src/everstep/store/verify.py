@@ -16,6 +16,7 @@ from everstep.core.clock import Clock
 from everstep.core.ids import Point
 from everstep.errors import CorruptObject, NewerFormat, ObjectMissing, StoreError
 from everstep.store import attempts, catalog, digests, history, keys, records, settings
+from everstep.store.backends import ObjectInfo
 from everstep.store.folder import Folder
 from everstep.store.read import Checkpoint, open_checkpoint
 from everstep.store.records import (
@@ -217,7 +218,7 @@ def _walk_surroundings(folder: Folder, tally: _Tally) -> None:
     for info in folder.list(keys.HISTORY):
         tally.objects += 1
         tally.bytes += info.size
-        tally.catch(partial(_check_history, folder, info.key))
+        tally.catch(partial(_check_history, folder, info))
     refs: dict[str, type[Record]] = {
         keys.OWNER: OwnerRecord,
         keys.NEWEST: Newest,
@@ -244,14 +245,14 @@ def _check_branches(folder: Folder) -> None:
     attempts.branches(folder)  # reading is the check
 
 
-def _check_history(folder: Folder, key: str) -> None:
-    named = keys.parse_history(key)
+def _check_history(folder: Folder, info: ObjectInfo) -> None:
+    named = keys.parse_history(info.key)
     if named is None:
         raise CorruptObject(
-            f"{folder.key(key)} is no name of a history record.", hint="Move it elsewhere."
+            f"{folder.key(info.key)} is no name of a history record.", hint="Move it elsewhere."
         )
     try:
-        history.read_one(folder, key, named)  # reading is the check
+        history.read_one(folder, info, named)  # reading is the check
     except NewerFormat as error:
         # It says nothing against the checkpoint: another everstep has run the job.
         raise CorruptObject(error.what, hint=error.hint) from error
