@@ -295,6 +295,15 @@ def test_f1_the_unknown_is_restarted_in_place_and_nobody_is_blamed() -> None:
     assert (decision.action, decision.excluded, decision.avoided) == ("restart_in_place", (), ())
 
 
+def test_f1_where_no_node_is_named_none_is_left() -> None:
+    decision = agent().fails(verdict(GPU, root_node=None))
+    assert (decision.action, decision.rung.nodes) == ("restart_in_place", FOUR)
+    assert "names no node" in decision.reason
+    guess = agent().fails(verdict(GPU, confidence=0.2))
+    assert (guess.action, guess.rung.nodes) == ("restart_in_place", FOUR)
+    assert "not enough to blame a node" in guess.reason
+
+
 def test_without_a_spare_the_world_shrinks_where_it_can() -> None:
     told = agent(spares=(), can_shrink=True, min_nodes=3)
     decision = told.fails(GPU)

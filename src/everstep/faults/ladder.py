@@ -167,8 +167,10 @@ class _Chooser:
         node, weight = blamed_node(self.incident, self.policy.rules)
         if weight and (weight >= 1.0 or self._distrusted()):
             return self._shut_out(node)
-        if wanted != "restart_elsewhere" or not verdict.root_node:
+        if wanted != "restart_elsewhere" or (not verdict.root_node and self.times > 1):
             return _Leaving()
+        if not verdict.root_node:
+            return _Leaving(why="the evidence names no node")
         if self.incident.cause == "external" or self.times == 2:
             return _Leaving(avoided=(verdict.root_node,))
         return _Leaving(why="the evidence is not enough to blame a node")
