@@ -142,6 +142,22 @@ def test_f6_an_incident_without_a_decision_is_decided_by_the_next_agent() -> Non
     assert len([r for r in told.records if r.attempt == 1]) == 2, "it is not told twice"
 
 
+@pytest.mark.parametrize(("better", "action"), [(GPU, "restart_elsewhere"), (UNKNOWN, "continue")])
+def test_f6_a_better_verdict_that_nobody_looked_at_is_looked_at(
+    better: Verdict, action: str
+) -> None:
+    """Its agent died between writing it and deciding, before the next attempt was claimed."""
+    told = agent()
+    told.start()
+    told.tells(told.incident(UNKNOWN, closed=False))
+    told.claims, told.situation = 1, Situation(FOUR, SPARES[:2])
+    told.records.append(told.incident(better, id="i1", attempt=1, revision=2, sequence=7))
+    decision = told.start()
+    assert decision.begins == 2
+    assert decision.action == ("restart_in_place" if action == "continue" else action)
+    assert len(told.history().restarts) == 1
+
+
 def test_f6_asked_twice_it_decides_once() -> None:
     told = agent()
     told.start()

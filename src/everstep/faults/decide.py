@@ -236,8 +236,28 @@ def _carry_on(
     policy: Policy,
     at: Stamp,
 ) -> Response:
-    """The attempt that an agent had decided to begin, and did not live to. It is written down once
-    more, because it counts from when it is begun, and on nodes that are there."""
+    """The attempt that an agent had decided on and did not live to begin; or what a better verdict,
+    which it had no time to look at, makes of it."""
+    better = history.incident(decision.incident)
+    if better is None or _answered(history, better):
+        return _again(past, decision, history, situation, policy, at)
+    answer = respond(past, better, situation, policy, at)
+    if answer.decision.action != "continue":
+        return answer
+    again = _again([*past, *answer.records], decision, history, situation, policy, at)
+    return Response((*answer.records, *again.records), again.decision)
+
+
+def _again(
+    past: Sequence[Record],
+    decision: DecisionRecord,
+    history: History,
+    situation: Situation,
+    policy: Policy,
+    at: Stamp,
+) -> Response:
+    """It is written down once more, because it counts from when it is begun, and on nodes that are
+    there."""
     rung = decision.rung
     if not set(rung.nodes) <= {*situation.nodes, *situation.spares}:
         rung = msgspec.structs.replace(rung, nodes=ladder.plain(history, situation, policy).nodes)

@@ -18,7 +18,7 @@ from everstep.faults.records import Evidence, Verdict
 TEXT_LIMIT = 240
 """Characters of the normalised text that count: a message that carries a dump stays one."""
 
-_NAME_LEAST = 3
+_NAME_LEAST = 2
 """Characters of a node's name: a shorter one may be any word."""
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
