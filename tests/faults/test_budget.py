@@ -32,7 +32,7 @@ from told import TIMEOUT, UNKNOWN, Agent, verdict
 from everstep.core import exits
 from everstep.faults.budget import Limits, count, left, nearly_spent, window_frees
 from everstep.faults.fold import Life, fold
-from everstep.faults.history import AttemptFacts, IncidentRecord
+from everstep.faults.history import AttemptFacts, IncidentRecord, LastWord
 from everstep.faults.situation import Policy
 
 LIMITS = Limits(window_restarts=12, window_seconds=2000.0)
@@ -492,3 +492,23 @@ def test_an_attempt_of_which_no_record_tells_counts_by_its_number() -> None:
     assert len(more.restarts) == len(known.restarts) + 4
     causes = [life.cause for life in more.events if isinstance(life, Life)]
     assert causes == ["root"] + ["agent_lost"] * 4
+
+
+def test_a_start_that_the_window_refuses_is_written_once() -> None:
+    """A queue that tries for ever fills no store; once there is room, the job starts."""
+    policy = Policy(limits=Limits(window_restarts=2, window_seconds=1000.0))
+    told = Agent(policy=policy)
+    said = LastWord(exits.PREEMPTED, "taken")
+    for _ in range(3):
+        told.fails(UNKNOWN, last_word=said, after=1.0)
+        told.start()
+    refused = told.last
+    assert refused is not None
+    assert (refused.stops, refused.final, refused.exit_code) == (True, False, exits.NO_PROGRESS)
+    written = len(told.records)
+    for _ in range(5):
+        told.now += 1.0
+        assert told.start() == refused
+    assert len(told.records) == written
+    told.now += 1000.0
+    assert told.start().begins == 4
