@@ -288,10 +288,18 @@ def test_what_a_provisional_attempt_did_counts_for_no_later_refill_either() -> N
     behind, past = AttemptFacts(5, 8, 8, 8, 100.0, 90.0), AttemptFacts(8, 25, 25, 25, 100.0)
     nothing = AttemptFacts()
     assert run(behind, past, nothing) == 3, "its commit refills nothing"
-    idle = AttemptFacts(5, 6, 6, 6, 100.0)
-    assert run(idle, behind, past) == 3, "its time is not counted as useful"
     beyond = AttemptFacts(8, 45, 45, 45, 100.0, 90.0)
     assert run(behind, nothing, beyond) == 1, "what is closed refills"
+
+
+def test_the_time_of_a_provisional_attempt_is_useful_for_nothing() -> None:
+    for closed, spent in ((False, 2), (True, 1)):
+        told = Agent(policy=alone())
+        told.fails(TIMEOUT, facts=AttemptFacts(-1, 9, 9, 5, 100.0))
+        told.fails(UNKNOWN, closed=closed, facts=AttemptFacts(5, 6, 6, 6, 100.0))
+        told.fails(UNKNOWN, facts=AttemptFacts(6, 8, 8, 8, 100.0, 90.0))
+        told.fails(verdict(TIMEOUT, step=40), facts=AttemptFacts(8, 25, 25, 25, 100.0))
+        assert spent_on_timeouts(told) == spent
 
 
 def spent_on_timeouts(told: Agent) -> int:

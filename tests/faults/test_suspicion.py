@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from told import EXCEPTION, FOUR, GPU, NAN, SOFT, UNKNOWN, Agent, verdict
 
@@ -104,13 +104,18 @@ def test_probation_after_the_return_forgives_nothing_and_then_ends() -> None:
     assert of(told, after=12 * 3600.0).state != "probation"
     back = agent()
     back.fails(GPU)
-    back.now += DAY + 10
+    back.now += DAY + 11 * 3600.0  # its old blame alone would not do
     back.situation = Situation(FOUR, ("s1", "s2"))  # it is back, in its old place
     again = back.fails(verdict(SOFT, step=900), after=60.0)
     assert again.excluded == ("b",), "one soft failure is enough now"
     standing = of(back)
     assert standing.exclusions == 2
     assert standing.until - back.history().now == pytest.approx(2 * DAY), "and for twice as long"
+    trusted = agent()
+    trusted.fails(GPU)
+    trusted.now += DAY + 13 * 3600.0
+    trusted.situation = Situation(FOUR, ("s1", "s2"))
+    assert trusted.fails(verdict(SOFT, step=900), after=60.0).excluded == ()
 
 
 def test_an_operator_excludes_and_pardons() -> None:
@@ -197,6 +202,8 @@ def test_a_replay_that_differs_makes_the_device_suspect() -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 200), st.lists(st.integers(0, 220)))
+@example(100, 0, 1, list(range(50)))
+@example(100, 4, 1, list(range(50)))
 def test_the_cap_on_excluded_nodes_holds(
     count: int, gone: int, least: int, wanted: list[int]
 ) -> None:
