@@ -270,6 +270,11 @@ def test_a_damaged_checkpoint_is_gone_back_behind() -> None:
     decision = told.fails(damaged, facts=AttemptFacts(restored=6))
     assert decision.rung.recovery == points(3)[0]
     assert not decision.replay
+    at_start = agent(checkpoints=points(3, 6, healthy=False))
+    unread = at_start.fails(damaged, facts=AttemptFacts())
+    assert unread.rung.recovery == points(3, healthy=False)[0], "damage says nothing of values"
+    only = agent(checkpoints=points(6))
+    assert only.fails(damaged, facts=AttemptFacts()).exit_code == exits.NO_RECOVERY_POINT
 
 
 def test_a_device_that_computes_wrongly_is_left_and_its_state_too() -> None:
@@ -318,6 +323,14 @@ def test_f1_where_no_node_is_named_none_is_left() -> None:
     guess = agent().fails(verdict(GPU, confidence=0.2))
     assert (guess.action, guess.rung.nodes) == ("restart_in_place", FOUR)
     assert "not enough to blame a node" in guess.reason
+
+
+def test_a_blamed_node_that_has_no_part_any_more_is_not_waited_for() -> None:
+    told = agent()
+    told.fails(GPU)
+    again = told.fails(verdict(GPU, step=90))
+    assert (again.action, again.rung.nodes) == ("restart_in_place", ("a", "s1", "c", "d"))
+    assert "node b has no part in it any more" in again.reason
 
 
 def test_without_a_spare_the_world_shrinks_where_it_can() -> None:

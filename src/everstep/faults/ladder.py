@@ -165,6 +165,8 @@ class _Chooser:
             why = f"several nodes of pod {pod} failed within minutes: the pod is blamed"
             return _Leaving(avoided=nodes, alerts=(why,), why=why)
         node, weight = blamed_node(self.incident, self.policy.rules)
+        if weight and node not in self.situation.nodes:
+            return _Leaving(why=f"node {node} has no part in it any more")
         if weight and (weight >= 1.0 or self._distrusted()):
             return self._shut_out(node)
         if wanted != "restart_elsewhere" or (not verdict.root_node and self.times > 1):
@@ -311,9 +313,14 @@ class _Chooser:
         )
 
     def _healthy(self) -> RecoveryPoint | None:
-        """The newest healthy point before the first symptom."""
-        before = self._symptom()
-        sound = [p for p in self.situation.checkpoints if p.healthy and p.point.step < before]
+        """The newest healthy point before the first symptom. Where a checkpoint is damaged, values
+        are not in doubt: any older one will do."""
+        before, damaged = self._symptom(), self.incident.verdict.domain == "storage"
+        sound = [
+            p
+            for p in self.situation.checkpoints
+            if (p.healthy or damaged) and p.point.step < before
+        ]
         return max(sound, key=lambda p: p.point, default=None)
 
     def _symptom(self) -> int:
@@ -321,8 +328,10 @@ class _Chooser:
         incident = self.incident
         if incident.first_symptom is not None:
             return incident.first_symptom
-        if incident.verdict.domain == "storage" and incident.facts.restored >= 0:
-            return incident.facts.restored
+        points = [p.point.step for p in self.situation.checkpoints]
+        if incident.verdict.domain == "storage" and (incident.facts.restored >= 0 or points):
+            # Where it could not even be restored, it is the newest, which is tried first.
+            return incident.facts.restored if incident.facts.restored >= 0 else max(points)
         return incident.where
 
     # what follows, and what else was possible
