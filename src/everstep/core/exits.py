@@ -15,6 +15,7 @@ NO_RECOVERY_POINT = 77
 REFUSED = 78
 OWNED = 79
 NO_PROGRESS = 93
+REPEATED = 94
 SIGNALLED = 128
 
 MEANING: dict[int, str] = {
@@ -34,6 +35,8 @@ MEANING: dict[int, str] = {
     "size, state names, loader); a restart would not help",
     OWNED: "another live agent runs this job (EVS-501)",
     NO_PROGRESS: "three attempts in a row got no further; do not requeue (EVS-502)",
+    REPEATED: "the same failure came again at the same step: change the code, the data or the "
+    "configuration; do not requeue",
     SIGNALLED: "and the number of the signal (130: Ctrl-C): stopped by a signal but SIGTERM, "
     "without a last cut; start the job again and it goes on from its newest state",
 }

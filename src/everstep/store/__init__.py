@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from everstep.store.attempts import RENEW_SECONDS, STALE_SECONDS, Branch, OwnerIdentity
     from everstep.store.chunks import DEFAULT_CHUNK_BYTES, ChunkRange, chunk_extents
     from everstep.store.digests import digest
+    from everstep.store.history import Listing, MergeReport
     from everstep.store.job import Job
     from everstep.store.read import Checkpoint, LoadReport, ReadRequest
     from everstep.store.records import OwnerRecord
@@ -30,6 +31,7 @@ _HOMES = {
     "attempts": ("RENEW_SECONDS", "STALE_SECONDS", "Branch", "OwnerIdentity"),
     "chunks": ("DEFAULT_CHUNK_BYTES", "ChunkRange", "chunk_extents"),
     "digests": ("digest",),
+    "history": ("Listing", "MergeReport"),
     "job": ("Job",),
     "read": ("Checkpoint", "LoadReport", "ReadRequest"),
     "records": ("OwnerRecord",),
@@ -51,7 +53,9 @@ __all__ = [
     "CheckpointInfo",
     "ChunkRange",
     "Job",
+    "Listing",
     "LoadReport",
+    "MergeReport",
     "OwnerIdentity",
     "OwnerRecord",
     "ReadRequest",

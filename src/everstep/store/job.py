@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from everstep.core.clock import Clock
+from everstep.core.history import Entry
 from everstep.core.ids import Point
 from everstep.core.layout import Snapshot
 from everstep.store import (
     attempts,
     catalog,
     commit,
+    history,
     keys,
     read,
     retention,
@@ -25,6 +27,7 @@ from everstep.store import (
 )
 from everstep.store.attempts import Branch, OwnerIdentity
 from everstep.store.folder import Folder
+from everstep.store.history import Listing, MergeReport
 from everstep.store.read import Checkpoint
 from everstep.store.records import OwnerRecord, Proof
 from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan
@@ -153,6 +156,28 @@ class Job:
         commit succeeded and only its hint could not be written.
         """
         return commit.try_commit(self._folder, point, world, report)
+
+    # what happened to it
+
+    def record_history(self, entry: Entry) -> str:
+        """Write a record of the job's history, durably; the same again is success. Its key.
+
+        Of an incident, a decision, progress, a result or an operator's word, as
+        ``everstep.faults.history.pack`` makes it. Do what a decision says only afterwards.
+        """
+        return history.record(self._folder, entry)
+
+    def history(self, known: Listing | None = None) -> Listing:
+        """All records that can be read, in order, and the names of those that cannot. What
+        ``known``, an earlier answer, has is not read again.
+        """
+        return history.read(self._folder, known)
+
+    def merge_history(self, local: Job) -> MergeReport:
+        """Bring here what was recorded in ``local``, the same job in a store on a local disk,
+        while this store was away. Call it before a claim, and again after any failure.
+        """
+        return history.merge(local._folder, self._folder)
 
     # reading
 

@@ -7,6 +7,7 @@ Keys of a job's objects are relative to the job's folder.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from everstep.core.ids import Point, parse_point
 from everstep.errors import BadName
@@ -16,9 +17,13 @@ MAX_WORLD = 99_999
 PACKS = "packs/"
 STEPS = "steps/"
 ATTEMPTS = "attempts/"
+HISTORY = "history/"
 OWNER, NEWEST, VERIFIED, CLOCK = "refs/owner", "refs/newest", "refs/verified", "refs/clock"
 
 _PACK = re.compile(r"packs/(\d{12}-\d{6})-rank-(\d{5})-([A-Za-z0-9]{1,64})\.pack")
+_HISTORY = re.compile(
+    r"history/(\d{6})-(\d{6})-(incident|decision|progress|result|word)-([0-9a-f]{32})"
+)
 _INDEX = re.compile(r"rank-(\d{5})-of-(\d{5})\.index")
 
 
@@ -64,6 +69,29 @@ def claim(attempt: int) -> str:
 
 def branch(attempt: int) -> str:
     return f"{ATTEMPTS}{attempt:06d}/branch"
+
+
+def history(attempt: int, sequence: int, kind: str, name: str) -> str:
+    """Raises ``BadName`` where the parts make no key of spec section 12."""
+    key = f"{HISTORY}{attempt:06d}-{sequence:06d}-{kind}-{name}"
+    if not _HISTORY.fullmatch(key):
+        raise BadName(f"history record {key!r} is not usable.", hint="Pass a number of 6 digits.")
+    return key
+
+
+class HistoryName(NamedTuple):
+    """What a history record's key says: the attempt, its place, its kind, the object's digest."""
+
+    attempt: int
+    sequence: int
+    kind: str
+    name: str
+
+
+def parse_history(key: str) -> HistoryName | None:
+    """The parts of a history record's key, or None where ``key`` names none."""
+    match = _HISTORY.fullmatch(key)
+    return HistoryName(int(match[1]), int(match[2]), match[3], match[4]) if match else None
 
 
 def parse_pack(key: str) -> Point | None:

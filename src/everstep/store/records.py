@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from everstep.core.history import Kind as HistoryKind
 from everstep.core.ids import Point
 from everstep.errors import CorruptObject, NewerFormat
 from everstep.store.digests import digest
@@ -186,6 +187,18 @@ class ClockProbe(Record, frozen=True):
     nonce: str
 
 
+class HistoryRecord(Record, frozen=True):
+    """One record of the job's history (spec section 12). The store does not know what ``body``
+    says."""
+
+    job: str
+    kind: HistoryKind
+    attempt: int
+    sequence: int
+    format: int
+    body: bytes
+
+
 class Kind(NamedTuple):
     code: bytes
     version: int
@@ -202,6 +215,7 @@ KINDS: dict[type[Record], Kind] = {
     Tombstone: Kind(b"tomb", 1, _SMALL),
     Swept: Kind(b"swep", 1, _SMALL),
     Footer: Kind(b"foot", 1, 1 << 30),
+    HistoryRecord: Kind(b"hist", 1, _SMALL),
     OwnerRecord: Kind(b"ownr", 1, _SMALL),
     Newest: Kind(b"newe", 1, _SMALL),
     Verified: Kind(b"veri", 1, _SMALL),

@@ -1,7 +1,7 @@
 """Checking everything in a job's folder that is no part of a sound checkpoint.
 
-Owns: the walk over the store's settings, the job's attempts and refs, and the steps and packs that
-are incomplete, deleted or damaged. Never does: repair; prove a checkpoint (verify does). Called by:
+Owns: the walk over the store's settings, the job's attempts, history and refs, and the steps and
+packs that are incomplete, deleted or damaged. Never does: repair; prove a checkpoint (verify does). Called by:
 job, for ``everstep verify``.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 from everstep.core.clock import Clock
 from everstep.core.ids import Point
 from everstep.errors import CorruptObject, NewerFormat, ObjectMissing
-from everstep.store import attempts, catalog, keys, settings
+from everstep.store import attempts, catalog, history, keys, settings
 from everstep.store.backends import ObjectInfo
 from everstep.store.folder import Folder
 from everstep.store.read import open_checkpoint
@@ -71,6 +71,8 @@ def verify_around(folder: Folder, *, deep: bool, clock: Clock) -> AroundReport:
     tally.objects += 1
     tally.catch(partial(_check_settings, folder))
     _walk_attempts(folder, tally)
+    for info in folder.list(keys.HISTORY):
+        _count(tally, info, partial(_check_history, folder, info))
     for info in folder.list("refs/"):
         if info.key in _REFS:
             _count(tally, info, partial(_check_record, folder, info.key, _REFS[info.key]))
@@ -154,6 +156,15 @@ def _check_branch(folder: Folder, attempt: int, tally: Tally) -> None:
     branch = attempts.read_branch(folder, attempt)
     if branch is not None and branch.problem:
         tally.damage.append(branch.problem)
+
+
+def _check_history(folder: Folder, info: ObjectInfo) -> None:
+    named = keys.parse_history(info.key)
+    if named is None:
+        raise CorruptObject(
+            f"{folder.key(info.key)} is no name of a history record.", hint="Move it elsewhere."
+        )
+    history.read_one(folder, info, named)  # reading is the check
 
 
 def _check_record(folder: Folder, key: str, record: type[Record]) -> None:

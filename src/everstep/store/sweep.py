@@ -13,7 +13,7 @@ import msgspec
 from everstep.core import points
 from everstep.core.ids import Point
 from everstep.errors import CorruptObject, NewerFormat, ObjectMissing
-from everstep.store import catalog, keys
+from everstep.store import catalog, history, keys
 from everstep.store.backends import ObjectInfo
 from everstep.store.folder import Folder
 from everstep.store.records import Index, Manifest, Swept, Tombstone
@@ -31,6 +31,7 @@ class SweepReport(msgspec.Struct, frozen=True):
     packs_deleted: int = 0
     bytes_freed: int = 0
     tombstones_removed: tuple[Point, ...] = ()
+    history_removed: int = 0
 
 
 def execute(
@@ -61,6 +62,7 @@ def execute(
         removed + orphans,
         freed + orphan_bytes,
         gone,
+        history.expire(folder, now),
     )
 
 

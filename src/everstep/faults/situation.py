@@ -1,0 +1,52 @@
+"""What a decision is made from besides the verdict and the history.
+
+Owns: the records of what is possible now and of what is wanted. Never does: I/O. Called by: decide
+and ladder; filled in by the agent, the fleet's server and the simulator.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.faults.budget import Limits
+from everstep.faults.history import Mode, RecoveryPoint
+from everstep.faults.suspicion import Rules
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What is possible.
+
+    ``nodes`` are those of the attempt that ended, in order; ``spares`` stand ready; ``lost`` do
+    not answer. ``can_shrink``: the state can be loaded on fewer nodes, down to ``min_nodes``.
+    ``checkpoints`` are the recovery points there are. ``highest_claim`` is the newest attempt that
+    was claimed. ``jitter`` is drawn from [0, 1) for each decision."""
+
+    nodes: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    min_nodes: int = 1
+    can_shrink: bool = False
+    checkpoints: tuple[RecoveryPoint, ...] = ()
+    highest_claim: int = 0
+    jitter: float = 0.0
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """What is wanted. Times are seconds. ``mode`` None: as the operator said last. ``hold``: how
+    long the first optimizer step waits for a verdict. ``in_place`` to ``rollback``: how long each
+    rung may take until the first new step. Waits grow from ``wait_first`` by ``wait_factor`` to
+    ``wait_most``. ``skip_batches``: the user allows to leave out batches that give no finite
+    values."""
+
+    limits: Limits = Limits()
+    rules: Rules = Rules()
+    mode: Mode | None = None
+    hold: float = 2.0
+    in_place: float = 180.0
+    elsewhere: float = 600.0
+    wait: float = 3600.0
+    rollback: float = 600.0
+    wait_first: float = 30.0
+    wait_factor: float = 4.0
+    wait_most: float = 1800.0
+    skip_batches: bool = False
