@@ -14,6 +14,7 @@ from concurrent.futures import Future
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from everstep.agent.agree import BEAT_SECONDS, Silence
 from everstep.agent.decide import WorkerEnd, describe, peaceful
 from everstep.agent.keeper import NodeKeeper
 from everstep.agent.line import SILENT_SECONDS
@@ -104,8 +105,9 @@ class Watch:
         self._unreachable = ""
         self._next_look = 0.0
         self._looking: Future[tuple[bool, bool, set[int]]] | None = None
-        # Of those that do take part the leader hears nothing only until their workers start.
-        self._absent_at = time.monotonic() + SILENT_SECONDS if round_.leads else math.inf
+        self._silence = Silence(round_, time.monotonic) if round_.leads else None
+        self._next_silence = self._moved_at = time.monotonic()
+        self._step = -1
         self._stopped_by: int | None = None
         self._members_changed = False
 
@@ -232,20 +234,21 @@ class Watch:
                 self._looking = line.submit(self._read_nodes)
 
     def _read_nodes(self) -> tuple[bool, bool, set[int]]:
-        """Whether a worker of another node has failed, whether a node waits to join, and, once it
-        is time to ask, which nodes have never begun the attempt."""
-        failed, absent = self._round.failed(), set[int]()
-        if time.monotonic() >= self._absent_at:
-            self._absent_at = math.inf
-            absent = set(range(self._round.nodes)) - set(self._round.signs_of_life())
-        return failed, not failed and self._meeting.members_wait(), absent
+        """Whether a worker of another node has failed, whether a node waits to join, and, for the
+        leader, which nodes' agents have shown no life for long."""
+        failed, silent = self._round.failed(), set[int]()
+        if self._silence is not None and time.monotonic() >= self._next_silence:
+            self._next_silence = time.monotonic() + BEAT_SECONDS
+            silent = self._silence.nodes()
+        return failed, not failed and self._meeting.members_wait(), silent
 
-    def _hear_nodes(self, failed: bool, wait: bool, absent: set[int], now: float) -> None:
+    def _hear_nodes(self, failed: bool, wait: bool, silent: set[int], now: float) -> None:
         if self._told:
             return
-        if absent:
+        if silent and self._stands_still(now):
+            # Where it died before its workers met the others nothing breaks: they would wait.
             self._tell_nodes()
-            self._kill_by(now, f"node {min(absent)} has not begun the attempt")
+            self._kill_by(now, f"node {min(silent)} has shown no life for {SILENT_SECONDS:g} s")
         elif failed:
             self._told = True
             self._kill_by(now, "a worker of another node failed")
@@ -253,6 +256,13 @@ class Watch:
             self._members_changed = True
             self._tell_nodes()
             self._kill_by(now, "a node waits to join")
+
+    def _stands_still(self, now: float) -> bool:
+        """Whether no step was finished here for as long: an agent that hangs alone harms nobody."""
+        step = self._keeper.finished_step(self._record.attempt, len(self._workers.pids))
+        if step != self._step:
+            self._step, self._moved_at = step, now
+        return now - self._moved_at >= SILENT_SECONDS
 
     # -- what is done
 
