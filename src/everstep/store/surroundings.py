@@ -1,8 +1,8 @@
 """Checking everything in a job's folder that is no part of a sound checkpoint.
 
 Owns: the walk over the store's settings, the job's attempts, history and refs, and the steps and
-packs that are incomplete, deleted or damaged. Never does: repair; prove a checkpoint (verify does). Called by:
-job, for ``everstep verify``.
+packs that are incomplete, deleted or damaged. Never does: repair; prove a checkpoint (verify does).
+Called by: job, for ``everstep verify``.
 """
 
 from __future__ import annotations
