@@ -44,7 +44,7 @@ def renamed(read: Read, rng: random.Random) -> Read:
         for old in sorted(names, key=len, reverse=True):
             value = re.sub(rf"\b{re.escape(old)}(?![\w-])", new[old], value)
         value = re.sub(r"\b10\.0\.0\.(\d+)", r"172.19.4.\1", value)
-        return value.replace("/workspace/", "/home/ada/exp/").replace("/data/", "/mnt/lake/")
+        return value.replace("/workspace/", "/scratch/ada/exp/").replace("/data/", "/mnt/lake/")
 
     signals = tuple(
         msgspec.structs.replace(s, text=text(s.text), node=new.get(s.node) if s.node else None)

@@ -70,7 +70,7 @@ POSITIVE: tuple[tuple[str, str, str], ...] = (
     ("L", "CKPT_CORRUPT", "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge"),
     ("L", "CKPT_SAVE_FAIL", "RuntimeError: PytorchStreamWriter failed writing file data/117: file write failed"),
     ("L", "DISK_FULL", "OSError: [Errno 28] No space left on device: '/scratch/cache/a.arrow'"),
-    ("L", "DISK_FULL", "OSError: [Errno 122] Disk quota exceeded: '/home/kim/run/ckpt.tmp'"),
+    ("L", "DISK_FULL", "OSError: [Errno 122] Disk quota exceeded: '/scratch/kim/run/ckpt.tmp'"),
     ("K", "FS_READONLY_IO", "EXT4-fs (nvme0n1p2): Remounting filesystem read-only"),
     ("K", "FS_READONLY_IO", "blk_update_request: I/O error, dev sdb, sector 812331 op 0x0:(READ) flags 0x80700"),
     ("L", "FS_READONLY_IO", "OSError: [Errno 30] Read-only file system: '/local/cache/index'"),
@@ -212,6 +212,6 @@ WORDINGS: tuple[tuple[str, str, str], ...] = (
     ("L", "COLLECTIVE_MISMATCH", "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one."),
     ("L", "SIGBUS_SHM", "RuntimeError: unable to write to file </torch_5512_3012331>: No space left on device (28)"),
     ("L", "PROC_LIMITS", "RuntimeError: unable to open shared memory object </torch_5512_9> in read-write mode: Too many open files (24)"),
-    ("L", "PERMISSION", "OSError: [Errno 13] Permission denied: '/root/.cache'"),
+    ("L", "PERMISSION", "OSError: [Errno 13] Permission denied: '/var/cache/app'"),
     ("L", "CONFIG_INVALID", "hydra.errors.ConfigCompositionException: Could not override 'optm.lr'."),
 )  # fmt: skip

@@ -30,10 +30,10 @@ WITH_RANKS = (
     "[rank0]:[W311 14:00:00.1 ProcessGroupNCCL.cpp:4115] using GPU 0\n"
     "step 10 loss 5.1\n"
     "[rank2]: Traceback (most recent call last):\n"
-    '[rank2]:   File "/home/u/pretrain.py", line 88, in <module>\n'
+    '[rank2]:   File "/scratch/u/pretrain.py", line 88, in <module>\n'
     "[rank2]:     main()\n"
     "step 11 loss 5.0\n"
-    '[rank2]:   File "/home/u/pretrain.py", line 61, in main\n'
+    '[rank2]:   File "/scratch/u/pretrain.py", line 61, in main\n'
     "[rank2]:     opts[\"warm\"]\n"
     "[rank2]: KeyError: 'warm'\n" + CLOSING + TABLE.format(code=1, why="To enable traceback see: https://x")
 )  # fmt: skip
@@ -41,7 +41,7 @@ WITH_RANKS = (
 WITHOUT_RANKS = (
     "Traceback (most recent call last):\n"
     '  File "pretrain.py", line 88, in <module>\n    main()\n'
-    '  File "/home/u/lib/model.py", line 61, in main\n    opts["warm"]\n'
+    '  File "/scratch/u/lib/model.py", line 61, in main\n    opts["warm"]\n'
     "KeyError: 'warm'\n"
     "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: 1) local_rank: 2 (pid: 5531) of binary: /usr/bin/python\n"
     + TABLE.format(code=1, why="To enable traceback see: https://x")

@@ -13,7 +13,7 @@ from everstep.faults.records import Evidence, Verdict
 KEY_ERROR = Verdict(
     "USER_SHAPE_KEY", "user_code", "stop", (3,), step=120,
     message="KeyError: 'blocks.7.attn.weight' in shard 3 of /mnt/run-8841/state/part-00003.bin",
-    frame="/home/me/job-17/src/model/load.py:88 restore",
+    frame="/scratch/me/job-17/src/model/load.py:88 restore",
 )  # fmt: skip
 
 
@@ -44,8 +44,8 @@ SAME = {
 OTHER = {
     "another class": changed(fault="USER_EXCEPTION"),
     "another text": changed(message="KeyError: 'head' is missing"),
-    "another line": changed(frame="/home/me/job-17/src/model/load.py:90 restore"),
-    "another file": changed(frame="/home/me/job-17/src/model/save.py:88 restore"),
+    "another line": changed(frame="/scratch/me/job-17/src/model/load.py:90 restore"),
+    "another file": changed(frame="/scratch/me/job-17/src/model/save.py:88 restore"),
 }
 
 
