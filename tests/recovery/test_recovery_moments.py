@@ -32,6 +32,9 @@ ELSEWHERE = {
     "store.sweep.before_manifest",
     "store.sweep.before_index",
     "store.sweep.before_pack",
+    "store.sweep.before_history",
+    "store.history.before_create",  # nothing in a run writes the history yet
+    "store.history.before_forget",
 }
 """Points that the store's own tests kill at, and the tests of lost memory."""
 

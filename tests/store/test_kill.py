@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.core.history import Entry
 from everstep.core.ids import Point
 from everstep.store import Branch, Job, OwnerIdentity, Retention, open_store
 from everstep.testing.snapshots import loads_as, world_of
@@ -40,6 +41,14 @@ from everstep.store import open_store
 from everstep.testing.snapshots import loads_as
 job = open_store(sys.argv[1]).job("a")
 assert loads_as(job.open_checkpoint(job.candidates()[0]), 5)
+"""
+MERGER = """
+import sys
+from everstep.core.history import Entry
+from everstep.store import open_store
+local, main = (open_store(path).job("a") for path in sys.argv[1:])
+local.record_history(Entry("word", 1, 1, 1, b"said"))
+main.merge_history(local)
 """
 POINTS = [
     ("store.write.before_pack", 1),
@@ -128,3 +137,24 @@ def test_s3_a_load_killed_before_its_first_read_changes_nothing(tmp_path: Path) 
     killed_at("store.load.before_read", 1, LOADER, tmp_path)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     assert loads_as(job.open_checkpoint(Point(5, 1)), 5)
+
+
+@pytest.mark.parametrize(
+    ("point", "after"),
+    [
+        ("store.history.before_create", 0),
+        ("store.history.before_create", 1),
+        ("store.history.before_forget", 0),
+    ],
+)
+def test_s2_history_is_recorded_and_merged_once_wherever_it_was_killed(
+    tmp_path: Path, point: str, after: int
+) -> None:
+    folders = (tmp_path / "local", tmp_path / "main")
+    local, main = (job_in(folder) for folder in folders)
+    killed_at(point, after, MERGER, *folders)
+    local.record_history(Entry("word", 1, 1, 1, b"said"))
+    main.merge_history(local)
+    assert [entry.body for entry in main.history().entries] == [b"said"]
+    assert local.history().entries == ()
+    assert main.verify_around(deep=True).ok
