@@ -13,7 +13,7 @@ torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
 FORKED = ("--run-path", "--start-method", "fork")
 
 SCRIPT = """
-import everstep, os, torch
+import everstep, os, time, torch
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = everstep.attach(everstep.Options({options}), model=model, optimizer=optimizer)
@@ -21,15 +21,17 @@ for step in run.steps(until=13):
     optimizer.zero_grad()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+    time.sleep({pause})
 """
 
 
-def script(options: str) -> str:
-    return SCRIPT.replace("{options}", options)
+def script(options: str, pause: float = 0.0) -> str:
+    """``pause``: seconds in each step, where a cut has to be published before it is reached."""
+    return SCRIPT.replace("{options}", options).replace("{pause}", str(pause))
 
 
 def test_the_scripts_cadence_is_the_jobs(start: Start) -> None:
-    agent = start(*FORKED, script=script("snapshot_every=4"))
+    agent = start(*FORKED, script=script("snapshot_every=4", pause=0.05))
     assert agent.wait() == exits.FINISHED, agent.said()
     steps = [event.step for event in agent.events("snapshot.complete")]
     assert 13 in steps, "the last step's, which is always cut"
