@@ -50,11 +50,10 @@ class Tending:
         """See whether it moves, and help where it does not."""
         if now < self._pulse.due or not self._keeper.attached:
             return
-        silent = self._pulse.silent
         need = self._pulse.feel(now, self._keeper.signs())
         if need == "nothing":
             return
-        pid, seconds = self._keeper.pid, max(silent, self._pulse.silent)
+        pid, seconds = self._keeper.pid, self._pulse.silent
         self._record.say(
             "keeper.silent", told(pid, need, seconds), level="warning", pid=pid, seconds=seconds
         )

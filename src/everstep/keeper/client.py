@@ -408,10 +408,9 @@ class WorkerLink:
         """Where no agent runs, the rank that starts the keeper looks after it."""
         if self._restart is None or not link.peer or now < self._pulse.due:
             return
-        silent = self._pulse.silent
         need = self._pulse.feel(now, (self.page.beats(), cpu_ticks(link.peer)))
         if need != "nothing":
-            self._notice = told(link.peer, need, max(silent, self._pulse.silent))
+            self._notice = told(link.peer, need, self._pulse.silent)
             _signal(link.peer, signal.SIGCONT if need == "rouse" else signal.SIGKILL)
 
     def _await_connection(self, deadline: float) -> None:

@@ -46,7 +46,7 @@ class Pulse:
         self.silent = self.silent + passed if sign == self._sign else 0.0
         self._sign, self._seen, self.due = sign, now, now + LOOK_SECONDS
         if self.silent >= self._end_after:
-            self.silent, self._roused = 0.0, False
+            self._sign, self._roused = None, False  # the next one begins anew
             return "end"
         roused, self._roused = self._roused, self.silent >= self._rouse_after
         return "rouse" if self._roused and not roused else "nothing"
