@@ -46,22 +46,8 @@ def stopped_at(number: int, work: Callable[[Job], object]) -> tuple[SimulatedDis
     """The disk of a machine whose process was stopped before its n-th call, and whether it was."""
     disk = SimulatedDisk()
     prepare(LocalBackend("/store", system=disk, create=True))
-    left = number
-
-    def stop(_call: str, _path: str) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise _Dead
-
-    disk.hook = stop
-    try:
-        work(job_on(LocalBackend("/store", system=disk)))
-    except _Dead:
-        disk.hook = None
-        return disk, True
-    disk.hook = None
-    return disk, False
+    backend = LocalBackend("/store", system=disk)
+    return disk, stopped(disk, number, lambda: work(job_on(backend)))
 
 
 def fates_of(pending: int, seed: int) -> Iterator[tuple[int, ...]]:
@@ -160,7 +146,7 @@ class First:
         self.done.add("checkpoint")
 
 
-def stopped(disk: SimulatedDisk, number: int, work: Callable[[], None]) -> bool:
+def stopped(disk: SimulatedDisk, number: int, work: Callable[[], object]) -> bool:
     """Whether the process was stopped before its n-th call."""
     left = number
 
