@@ -1,7 +1,7 @@
 """The agent's line to torch's rendezvous store: a thread that asks, so that the agent never hangs.
 
 Owns: that thread, and for how long a store that does not answer is waited for. Never does: know
-what is asked. Called by: rendezvous, and the watch, which asks without waiting.
+what is asked. Called by: rendezvous, and supervise, which asks without waiting.
 
 The store stands in one of the agents. Where that one hangs (its host is stopped), torch's client
 waits for it in C++ with no limit, and whoever asks hangs with it, deaf to signals. So only this

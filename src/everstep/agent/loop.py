@@ -36,8 +36,8 @@ from everstep.agent.rendezvous import (
     Round,
 )
 from everstep.agent.signals import Interrupted, Signals
+from everstep.agent.supervise import Learnt, Supervision
 from everstep.agent.tend import TRY_SECONDS, Tending
-from everstep.agent.watch import Learnt, Watch
 from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
@@ -118,7 +118,7 @@ class Agent:
         group = self._start(round_, plan, place)
         torch_events.workers_started(config.event_log_handler, place, config.role, group.pids)
         try:
-            end = self._watch(round_, group)
+            end = self._supervise(round_, group)
         finally:
             # Nothing but an error of the agent itself leaves workers here: they go before it.
             group.kill(signal.SIGKILL)
@@ -290,8 +290,8 @@ class Agent:
         )  # fmt: skip
         return group
 
-    def _watch(self, round_: Round, group: Workers) -> NodeEnd:
-        return Watch(
+    def _supervise(self, round_: Round, group: Workers) -> NodeEnd:
+        return Supervision(
             round_=round_, meeting=self._meeting, workers=group, keeper=self._keeper,
             tending=self._tending, learnt=self._learnt, signals=self._signals, record=self._record,
             grace=self._launch.settings.grace,

@@ -1,7 +1,7 @@
 """The keeper while it is needed: heard, roused where it is stopped, replaced where it is dead.
 
 Owns: what is said of it. Never does: anything to workers: training goes on without a keeper.
-Called by: watch while workers run, the loop while an attempt begins.
+Called by: supervise while workers run, the loop while an attempt begins.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Learnt:
             self.finished = True
 
 
-class Watch:
+class Supervision:
     """Runs one attempt to its end on this node. The owner's loss ends it at once."""
 
     def __init__(
