@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from everstep.agent.decide import AttemptEnd, Decision, History
+from everstep.agent.decide import AttemptEnd, Decision
 from everstep.agent.line import SILENT_SECONDS, StoreSilent
 from everstep.agent.rendezvous import LEADER_SECONDS, NodeEnd, Round, Verdict, poll
+from everstep.core import exits
 from everstep.errors import AgentError
 
 ENDS_SECONDS = 20.0
@@ -64,15 +65,20 @@ def gather_ends(
     return round_.ended()
 
 
-def announce(round_: Round, decision: Decision, *, same_nodes: bool) -> None:
-    """The leader: tell the decision. ``same_nodes``: the next round is one of those here."""
+def announce(
+    round_: Round, decision: Decision, *, same_nodes: bool, leave: tuple[int, ...] = ()
+) -> None:
+    """The leader: tell the decision. ``same_nodes``: the next round is one of those here.
+    ``leave`` are the nodes that the next attempt does without."""
     code = decision.exit_code if decision.action == "stop" else None
-    round_.say_decision(Verdict(code, decision.reason, decision.warning, same_nodes))
+    said = Verdict(
+        code, decision.reason, decision.warning, same_nodes, delay=decision.delay, leave=leave
+    )
+    round_.say_decision(said)
 
 
 def hear_verdict(
     round_: Round,
-    history: History,
     *,
     clock: Clock = time.monotonic,
     beat: float = BEAT_SECONDS,
@@ -98,10 +104,12 @@ def hear_verdict(
             "the leader of the job (node 0) did not say what comes next.",
             hint="Its agent hangs; start the job again on all nodes.",
         )
-    if verdict.exit_code is None:
-        return Decision("restart", 0, verdict.reason, history), verdict.same_nodes
-    stop = Decision("stop", verdict.exit_code, verdict.reason, history, verdict.warning)
-    return stop, verdict.same_nodes
+    if verdict.exit_code is not None:
+        stop = Decision("stop", verdict.exit_code, verdict.reason, verdict.warning)
+        return stop, verdict.same_nodes
+    if round_.node in verdict.leave:
+        return Decision("stop", exits.LEFT_OUT, verdict.reason), False
+    return Decision("restart", 0, verdict.reason, delay=verdict.delay), verdict.same_nodes
 
 
 def part(round_: Round) -> None:
@@ -118,8 +126,10 @@ def combine(ends: dict[int, NodeEnd], nodes: int) -> AttemptEnd:
         workers=tuple(worker for end in said for worker in end.worker_ends()),
         restored=max((end.restored for end in said), default=-1),
         reached=max((end.reached for end in said), default=-1),
+        finished_step=min((end.finished for end in said if end.finished >= 0), default=-1),
+        committed=max((end.committed for end in said), default=-1),
         attached=any(end.attached for end in said),
-        finished=any(end.finished for end in said),
+        finished=any(end.job_finished for end in said),
         fatal=_first(end.fatal for end in said),
         stopped_by=_first(end.stopped_by for end in said),
         members_changed=any(end.members_changed for end in said),

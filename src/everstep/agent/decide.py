@@ -1,24 +1,18 @@
-"""After an attempt's end: go on, or stop with which code.
+"""How an attempt ended, and whether that was the job's last word.
 
-Owns: the rules of progress, and the meaning of the workers' exit codes.
-Pure: records in, a record out; no clock, no process. Called by: the loop.
+Owns: the meaning of the workers' exit codes, and the ends after which no restart is wanted or can
+help. Pure: records in, a record out; no clock, no process. Never does: judge a failure
+(:mod:`everstep.faults`). Called by: respond.
 """
 
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from everstep.core import exits
-from everstep.errors import NoProgress
-
-STUCK_LIMIT = 3
-"""Attempts in a row that got no further: then the job is stopped."""
-
-UNRESTORED_LIMIT = 6
-"""Attempts in a row that restored no later step, however far they came: then the job is stopped,
-because it computes the same steps again and again."""
+from everstep.faults.history import DecisionRecord
 
 _RANKED = (exits.REFUSED, exits.NO_RECOVERY_POINT, exits.NOT_DURABLE, exits.PREEMPTED)
 """Final codes of workers, the most telling first."""
@@ -40,14 +34,16 @@ class AttemptEnd:
 
     ``restored`` is the step it went on from (-1: from nothing, or unknown), ``reached`` the
     newest step a snapshot of it is complete for (-1: none), ``finished_step`` the newest step that
-    all workers of the node that decides have finished (-1: none, or unknown). ``fatal`` is (exit
-    code, reason) of a worker's last word. ``attached`` says that its workers use everstep.
+    all workers are known to have finished (-1: none, or unknown), ``committed`` the newest that it
+    committed. ``fatal`` is (exit code, reason) of a worker's last word. ``attached`` says that its
+    workers use everstep.
     """
 
     workers: tuple[WorkerEnd, ...] = ()
     restored: int = -1
     reached: int = -1
     finished_step: int = -1
+    committed: int = -1
     attached: bool = False
     finished: bool = False
     fatal: tuple[int, str] | None = None
@@ -60,49 +56,55 @@ class AttemptEnd:
         """The furthest step that is known of it."""
         return max(self.finished_step, self.reached, self.restored)
 
+    @property
+    def failures(self) -> list[WorkerEnd]:
+        """The workers that failed by themselves."""
+        return [worker for worker in self.workers if worker.code != 0 and not worker.by_everstep]
+
 
 @dataclass(frozen=True)
-class History:
-    """The attempts of this agent so far: restarts made, how many attempts in a row got no further
-    and how many restored no later step, the step that the attempt before restored, and the
-    furthest one that any has come to."""
+class LastWord:
+    """An end after which no restart is wanted or can help: the agent's exit code, and why.
+    ``warning`` is said with it. ``failed``: something was wrong, for a person to look at."""
 
-    restarts: int = 0
-    stuck: int = 0
-    unrestored: int = 0
-    last_restored: int = -1
-    furthest: int = -1
+    exit_code: int
+    reason: str
+    warning: str = ""
+    failed: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``history`` is what the next attempt is judged by. ``warning`` is said, whatever is done."""
+    """What the agent does next. ``record`` is the decision that the history has of it, None where
+    nothing had to be decided. ``delay`` (seconds) comes before the next attempt."""
 
     action: Literal["restart", "stop"]
     exit_code: int
     reason: str
-    history: History
     warning: str = ""
+    delay: float = 0.0
+    record: DecisionRecord | None = None
 
 
-def decide(end: AttemptEnd, history: History, max_restarts: int | None) -> Decision:
-    """What follows an attempt. ``max_restarts`` None: the rule of progress limits restarts."""
-    stopped = _stop_for_good(end, history)
-    if stopped is not None:
-        return stopped
-    if end.members_changed and not _failures(end):
-        # A node that came or went is nobody's failure: torchrun does not count it either.
-        return Decision("restart", 0, "the nodes of the job changed", history)
-    judged = _judge(end, history)
-    if max_restarts is not None:
-        if history.restarts >= max_restarts:
-            reason = f"{_first(end)}, and --max-restarts {max_restarts} is used up"
-            return Decision("stop", exits.FAILED, reason, judged)
-    elif (stuck := _stuck(judged)) is not None:
-        return Decision(
-            "stop", exits.NO_PROGRESS, f"{_first(end)}, and {stuck} ({NoProgress.code})", judged
-        )
-    return Decision("restart", 0, _first(end), replace(judged, restarts=history.restarts + 1))
+def last_word(end: AttemptEnd) -> LastWord | None:
+    """Whether, and how, the job ends with this attempt whatever failed in it; None where that is
+    to be judged."""
+    if end.fatal is not None:
+        return LastWord(*end.fatal, failed=True)
+    for code in _RANKED:
+        if any(worker.code == code for worker in end.workers):
+            return LastWord(code, exits.MEANING[code], failed=code != exits.PREEMPTED)
+    if end.finished:
+        warning = f"{first(end)}, after the job had finished" if end.failures else ""
+        at = f": step {end.furthest} is committed" if end.furthest >= 0 else ""
+        return LastWord(exits.FINISHED, f"the job finished{at}", warning)
+    if end.stopped_by is not None:
+        return LastWord(*_stopped_by(end, end.stopped_by))
+    done = bool(end.workers) and all(worker.code == 0 for worker in end.workers)
+    if done and not end.lost_nodes and not end.members_changed:
+        reason = "all workers ended with exit code 0"
+        return LastWord(exits.FINISHED, reason, _unprotected(end))
+    return None
 
 
 def peaceful(code: int) -> bool:
@@ -120,28 +122,15 @@ def describe(code: int) -> str:
         return f"signal {-code}"
 
 
-def _stop_for_good(end: AttemptEnd, history: History) -> Decision | None:
-    """The ends after which no restart is wanted or can help."""
-
-    def stop(code: int, reason: str, warning: str = "") -> Decision:
-        return Decision("stop", code, reason, history, warning)
-
-    failures = _failures(end)
-    if end.fatal is not None:
-        return stop(*end.fatal)
-    for code in _RANKED:
-        if any(worker.code == code for worker in end.workers):
-            return stop(code, exits.MEANING[code])
-    if end.finished:
-        warning = f"{_first(end)}, after the job had finished" if failures else ""
-        at = f": step {end.furthest} is committed" if end.furthest >= 0 else ""
-        return stop(exits.FINISHED, f"the job finished{at}", warning)
-    if end.stopped_by is not None:
-        return stop(*_stopped_by(end, end.stopped_by))
-    done = bool(end.workers) and all(worker.code == 0 for worker in end.workers)
-    if done and not end.lost_nodes and not end.members_changed:
-        return stop(exits.FINISHED, "all workers ended with exit code 0", _unprotected(end))
-    return None
+def first(end: AttemptEnd) -> str:
+    """The first failure in words."""
+    if end.failures:
+        return f"rank {end.failures[0].rank} ended with {describe(end.failures[0].code)}"
+    if end.lost_nodes:
+        return f"node {end.lost_nodes[0]} was lost"
+    if end.members_changed:
+        return "the nodes of the job changed"
+    return "the attempt ended early"
 
 
 def _unprotected(end: AttemptEnd) -> str:
@@ -162,51 +151,3 @@ def _stopped_by(end: AttemptEnd, number: int) -> tuple[int, str]:
     if end.attached and end.workers and all(worker.code == 0 for worker in end.workers):
         return exits.FINISHED, "all workers ended with exit code 0"
     return exits.PREEMPTED, f"stopped by {name}"
-
-
-def _failures(end: AttemptEnd) -> list[WorkerEnd]:
-    return [worker for worker in end.workers if worker.code != 0 and not worker.by_everstep]
-
-
-def _first(end: AttemptEnd) -> str:
-    failures = _failures(end)
-    if failures:
-        return f"rank {failures[0].rank} ended with {describe(failures[0].code)}"
-    if end.lost_nodes:
-        return f"node {end.lost_nodes[0]} was lost"
-    return "the attempt ended early"
-
-
-def _judge(end: AttemptEnd, history: History) -> History:
-    """Count the attempt.
-
-    One that comes further than all before it, or restores a later step than the one before, is
-    progress. One that ends at exactly the furthest step again is none, whatever it restored, and
-    shows that the first to end there was none either: so a script that always fails at the same
-    step gets three attempts, no matter when a snapshot came between.
-    """
-    later = end.restored > history.last_restored
-    if end.furthest > history.furthest:
-        stuck = 0
-    elif end.furthest == history.furthest >= 0:
-        stuck = max(history.stuck, 1) + 1
-    else:
-        stuck = 0 if later else history.stuck + 1
-    return replace(
-        history,
-        stuck=stuck,
-        unrestored=0 if later else history.unrestored + 1,
-        # An attempt that ended before it restored anything says nothing of what can be restored.
-        last_restored=end.restored if end.restored >= 0 else history.last_restored,
-        furthest=max(end.furthest, history.furthest),
-    )
-
-
-def _stuck(judged: History) -> str | None:
-    """Why no further attempt is made, None where one is."""
-    if judged.stuck >= STUCK_LIMIT:
-        at = f", not beyond step {judged.furthest}" if judged.furthest >= 0 else ""
-        return f"{judged.stuck} attempts in a row got no further{at}"
-    if judged.unrestored >= UNRESTORED_LIMIT:
-        return f"{judged.unrestored} attempts in a row could not go on from a later step"
-    return None

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from everstep.core.settings import Settings
@@ -111,15 +111,17 @@ class NodeKeeper:
         """Whether slots exist: a snapshot may be in this node's memory."""
         return any(slot.index >= 0 for slot in self._held)
 
-    def finished_step(self, attempt: int, workers: int) -> int:
-        """The newest step that all of this node's ``workers`` have finished in ``attempt``, -1
-        where they have finished none or none of them tells. Known whatever the keeper's fate."""
+    def finished_steps(self, attempt: int, ranks: Sequence[int]) -> dict[int, int]:
+        """The newest step that each of this node's ``ranks`` (in local order) has finished in
+        ``attempt``, -1 for none; empty where none of them tells. Known whatever the keeper's
+        fate."""
         for page in self._pages():
             with contextlib.closing(page):
                 if page.served() == attempt:
-                    steps = [page.boundary(local_rank)[0] for local_rank in range(workers)]
-                    return min((-1 if step is None else step for step in steps), default=-1)
-        return -1
+                    steps = (page.boundary(local_rank)[0] for local_rank in range(len(ranks)))
+                    found = (-1 if step is None else step for step in steps)
+                    return dict(zip(ranks, found, strict=True))
+        return {}
 
     def launch(self) -> None:
         """Start the process where none answers. Returns at once: it imports while we meet."""

@@ -5,9 +5,12 @@ Owns: the order of things. Never does: decide (:mod:`everstep.agent.decide`). Ca
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import random
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -19,11 +22,14 @@ import msgspec
 import torch
 
 from everstep.agent import agree, report, torch_events, workers
-from everstep.agent.decide import AttemptEnd, Decision, History, decide
+from everstep.agent.chronicle import Chronicle
+from everstep.agent.decide import AttemptEnd, Decision, last_word
 from everstep.agent.flags import UNLIMITED, Launch
+from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
 from everstep.agent.owner import Owner
+from everstep.agent.policy import catalog_of, policy_of
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import (
     AGAIN_SECONDS,
@@ -35,12 +41,14 @@ from everstep.agent.rendezvous import (
     Plan,
     Round,
 )
+from everstep.agent.respond import Responder, newer
 from everstep.agent.signals import Interrupted, Signals
 from everstep.agent.supervise import Learnt, Supervision
 from everstep.agent.tend import TRY_SECONDS, Tending
 from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
+from everstep.core.clock import SystemClock
 from everstep.core.events import counted
 from everstep.core.settings import to_environment
 from everstep.errors import (
@@ -53,6 +61,8 @@ from everstep.errors import (
     RestoreError,
     StoreError,
 )
+from everstep.faults.history import DecisionRecord
+from everstep.faults.records import Signal
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
 
@@ -62,14 +72,19 @@ class Agent:
 
     def __init__(self, launch: Launch, signals: Signals, record: Recorder) -> None:
         settings = launch.settings
+        settings = launch.settings
         self._launch = launch
         self._signals = signals
         self._record = record
-        self._history = History()
+        self._restarts = 0
         self._expected = self._reached = False
         self._took_part = False
-        self._finished_step = -1
         self._same_nodes = False
+        self._began = 0.0
+        self._failed = math.inf
+        self._committed = -1
+        self._next: DecisionRecord | None = None
+        self._late: Decision | None = None
         self._learnt = Learnt(record)
         self._failures: list[report.Failure] = []
         self._index, self._number_lock = self._own_number()
@@ -81,6 +96,14 @@ class Agent:
         self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
         self._meeting = Meeting(launch.config)
+        self._chronicle = Chronicle(
+            settings, self._owner.identity, lambda: self._owner.job, record, SystemClock()
+        )
+        self._responder = Responder(
+            self._chronicle, record, policy_of(launch), agent=self._owner.id,
+            patience=settings.verdict_deadline, catalog=catalog_of(settings),
+            points=lambda: (), draw=random.random,
+        )  # fmt: skip
 
     def run(self) -> int:
         """Run the job to its end; the exit code. Raises :class:`EverstepError` where it cannot
@@ -88,11 +111,24 @@ class Agent:
         try:
             while True:
                 decision = self._attempt()
+                if decision.action == "restart":
+                    self._next = decision.record
+                    decision = self._rest(decision)
                 if decision.action == "stop":
                     return self._stop(decision)
-                self._history = decision.history
         finally:
             self._close()
+
+    def _rest(self, decision: Decision) -> Decision:
+        """Wait before the next attempt, where that was decided; a signal ends it."""
+        if decision.delay <= 0:
+            return decision
+        self._record.say(
+            "attempt.waits", f"the next attempt begins in {decision.delay:.0f} s: "
+            f"{decision.reason}", seconds=decision.delay,
+        )  # fmt: skip
+        ready = select.select([self._signals], [], [], decision.delay)[0]
+        return self._interrupted() if ready else decision
 
     # -- one attempt
 
@@ -100,21 +136,23 @@ class Agent:
         self._failures = []
         try:
             with self._signals.interruptible():
-                round_, plan = self._prepare()
+                prepared = self._prepare()
         except Interrupted:
             return self._interrupted()
-        if plan.exit_code is not None:
-            return Decision("stop", plan.exit_code, plan.reason, self._history)
+        if isinstance(prepared, Decision):
+            return prepared
+        round_, plan = prepared
         with agree.sign_of_life(round_):
             end = self._run_workers(round_, plan)
             if self._owner.lost:
-                return Decision("stop", exits.OWNED, self._owner.lost, self._history)
-            decision = self._agree(round_, end)
+                return Decision("stop", exits.OWNED, self._owner.lost)
+            decision = self._agree(round_, plan, end)
         self._say_ended(plan, decision)
         return decision
 
     def _run_workers(self, round_: Round, plan: Plan) -> NodeEnd:
         place, config = self._place(round_, plan), self._launch.config
+        self._began, self._failed = time.monotonic(), math.inf
         group = self._start(round_, plan, place)
         torch_events.workers_started(config.event_log_handler, place, config.role, group.pids)
         try:
@@ -127,26 +165,56 @@ class Agent:
         )
         group.close()
         self._failures = group.failures
-        self._finished_step = self._keeper.finished_step(plan.attempt, len(place.ranks))
         self._keeper.workers_ended(plan.attempt)
         return end
 
-    def _prepare(self) -> tuple[Round, Plan]:
-        """Everything up to the start of the workers: meet, claim (S6), begin at the keeper."""
-        alone = self._meeting.alone
-        attempt = self._claim_alone() if alone else 0  # before a keeper is started for nothing
+    def _prepare(self) -> tuple[Round, Plan] | Decision:
+        """Everything up to the start of the workers: ask the history, meet, claim (S6), begin at
+        the keeper. A decision where there is nothing to start now."""
+        attempt = 0
+        if self._meeting.alone:  # before a keeper is started for nothing
+            ready = self._decided((_name_of(self._entry()),))
+            if ready.action == "stop" or ready.delay > 0:
+                return ready
+            attempt = self._claim_alone()
         self._record.attempt = attempt or self._record.attempt
         if not self._keeper.attached:
             self._keeper.launch()
         round_ = self._meet()
-        if round_.leads:
-            return round_, self._lead(round_, attempt)
-        return round_, self._follow(round_)
+        plan = self._lead(round_, attempt) if round_.leads else self._follow(round_)
+        if plan.exit_code is not None:
+            return Decision("stop", plan.exit_code, plan.reason)
+        if round_.node in plan.leave:
+            return Decision("stop", exits.LEFT_OUT, plan.reason)
+        if plan.wait is not None:
+            self._same_nodes = not plan.leave
+            return Decision("restart", 0, plan.reason, delay=plan.wait, record=self._next)
+        return round_, plan
+
+    def _decided(self, names: tuple[str, ...]) -> Decision:
+        """What was decided of the attempt that comes, by this agent or by one before it."""
+        if self._next is None:
+            self._owner.take(patience=self._patience)
+            last = self._chronicle.last_attempt()
+            self._committed = last.committed if last is not None else -1
+            ready = self._responder.begin(names, last)
+            self._next = ready.record
+            return ready
+        return Decision("restart", 0, self._next.reason, record=self._next)
 
     def _claim_alone(self) -> int:
         """S6: the owner may go on from memory while the store is away. Several nodes wait for it:
         whether each still holds its part only their keepers know."""
-        return self._owner.claim(promise=self._reached and self._keeper.holds_memory)
+        return self._claim(promise=self._reached and self._keeper.holds_memory)
+
+    def _claim(self, *, promise: bool = False) -> int:
+        """Claim the next attempt. Where its number is not the one that was decided on, because
+        another was claimed and not begun, that is recorded before it is begun."""
+        attempt = self._owner.claim(patience=self._patience, promise=promise)
+        decided, self._next = self._next, None
+        if decided is not None and decided.begins != attempt:
+            self._chronicle.write([newer(self._chronicle.read(), decided, attempt)])
+        return attempt
 
     def _meet(self) -> Round:
         if self._same_nodes:
@@ -165,20 +233,49 @@ class Agent:
         return round_
 
     def _enter(self, round_: Round, timeout: float) -> None:
-        config = self._launch.config
-        entry = NodeEntry(config.role, config.nproc_per_node, socket.gethostname(), self._index)
-        round_.enter(entry, keep_ranks=self._meeting.static, timeout=timeout)
+        round_.enter(self._entry(), keep_ranks=self._meeting.static, timeout=timeout)
+
+    def _entry(self) -> NodeEntry:
+        config, settings, host = self._launch.config, self._launch.settings, socket.gethostname()
+        return NodeEntry(
+            config.role, config.nproc_per_node, host, self._index,
+            name=settings.node_name, pod=settings.node_pod, address=_address(host),
+        )  # fmt: skip
 
     def _lead(self, round_: Round, attempt: int) -> Plan:
         try:
-            self._meeting.refresh_port(round_)
-            plan, port = self._begin_at(round_, attempt)
+            plan = self._waits(round_) if not attempt else None
+            if plan is None:
+                self._meeting.refresh_port(round_)
+                plan, port = self._begin_at(round_, attempt)
+                plan = msgspec.structs.replace(plan, coordinator=(round_.master_addr, port))
         except EverstepError as error:
             round_.publish(Plan(exit_code=exit_code_of(error), reason=str(error)))
             raise
-        plan = msgspec.structs.replace(plan, coordinator=(round_.master_addr, port))
         round_.publish(plan)
         return plan
+
+    def _waits(self, round_: Round) -> Plan | None:
+        """The plan of a round that starts no workers: the job is stopped, has to wait, or has a
+        node in it that it is to do without. None where they may start."""
+        names = Plan(nodes=round_.entries).names()
+        ready = self._decided(names)
+        if ready.action == "stop":
+            return Plan(exit_code=ready.exit_code, reason=ready.reason)
+        assert ready.record is not None, "what is begun was decided"
+        out = self._left_out(names, ready.record)
+        if ready.delay > 0 or out:
+            return Plan(wait=ready.delay, reason=ready.reason, leave=out)
+        return None
+
+    def _left_out(self, names: tuple[str, ...], decided: DecisionRecord) -> tuple[int, ...]:
+        """The nodes of this round that the attempt is to do without, if others wait for their
+        place; the leader's own node is the last to go."""
+        wanted = set(decided.rung.nodes)
+        out = [node for node, name in enumerate(names) if name not in wanted]
+        if not wanted & set(names) or not out or self._meeting.waiting() < len(out):
+            return ()
+        return tuple(out)
 
     def _begin_at(self, round_: Round, attempt: int) -> tuple[Plan, int]:
         """The plan of ``attempt``, or of the next one that can be had, begun at this node's
@@ -186,9 +283,9 @@ class Agent:
         while True:
             plan = Plan(
                 nodes=round_.entries,
-                attempt=attempt or self._owner.claim(patience=self._patience),
+                attempt=attempt or self._claim(),
                 claimant=self._owner.id,
-                restarts=self._history.restarts,
+                restarts=self._restarts,
                 expected=self._expected,
                 master_addr=round_.master_addr,
                 master_port=round_.master_port,
@@ -210,9 +307,9 @@ class Agent:
     def _follow(self, round_: Round) -> Plan:
         self._owner.release()  # where the node that leads has changed
         plan = round_.plan()
-        if plan.exit_code is None:
+        if plan.exit_code is None and plan.wait is None:
             # Known to every node, should the lead move to it.
-            self._history = replace(self._history, restarts=plan.restarts)
+            self._restarts = plan.restarts
             self._begin(round_, plan)
         return plan
 
@@ -221,6 +318,7 @@ class Agent:
         self._record.attempt = plan.attempt
         self._record.at_node(round_.node)
         self._learnt = Learnt(self._record)
+        self._learnt.passed(self._committed)
         self._took_part = True
         begin = self._begin_message(round_, plan)
         try:
@@ -291,28 +389,35 @@ class Agent:
         return group
 
     def _supervise(self, round_: Round, group: Workers) -> NodeEnd:
-        return Supervision(
+        supervision = Supervision(
             round_=round_, meeting=self._meeting, workers=group, keeper=self._keeper,
             tending=self._tending, learnt=self._learnt, signals=self._signals, record=self._record,
             grace=self._launch.settings.grace,
             shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
-            listen_every=self._launch.config.monitor_interval,
-        ).run()  # fmt: skip
+            listen_every=self._launch.config.monitor_interval, provisional=Late(self),
+        )  # fmt: skip
+        end = supervision.run()
+        self._failed = min(supervision.failed_at, time.monotonic())
+        return end
 
     # -- after it
 
-    def _agree(self, round_: Round, end: NodeEnd) -> Decision:
+    def _agree(self, round_: Round, plan: Plan, end: NodeEnd) -> Decision:
         """What all nodes do next: the leader decides, from what all nodes say."""
         if round_.nodes == 1:
-            return self._decide({0: end}, 1)
+            return self._decide(plan, {0: end})
         try:
             with self._signals.interruptible():
                 round_.say_ended(end)
                 if round_.leads:
-                    decision = self._decide(agree.gather_ends(round_), round_.nodes)
-                    agree.announce(round_, decision, same_nodes=self._same_nodes)
+                    decision = self._decide(plan, agree.gather_ends(round_))
+                    leave = self._parting(plan, decision)
+                    self._same_nodes = self._same_nodes and not leave
+                    agree.announce(round_, decision, same_nodes=self._same_nodes, leave=leave)
+                    if round_.node in leave:
+                        decision = Decision("stop", exits.LEFT_OUT, decision.reason)
                 else:
-                    decision, self._same_nodes = agree.hear_verdict(round_, self._history)
+                    decision, self._same_nodes = agree.hear_verdict(round_)
                 if decision.action == "stop":
                     agree.part(round_)
                 return decision
@@ -324,16 +429,37 @@ class Agent:
                 hint="Start the job again on all nodes; it goes on from the newest state.",
             ) from gone
 
-    def _decide(self, ends: dict[int, NodeEnd], nodes: int) -> Decision:
-        end = replace(agree.combine(ends, nodes), finished_step=self._finished_step)
+    def _decide(self, plan: Plan, ends: dict[int, NodeEnd]) -> Decision:
+        end = agree.combine(ends, len(plan.nodes))
         self._same_nodes = not end.lost_nodes and not end.members_changed
         self._reached = self._reached or end.reached >= 0  # a complete snapshot stays in memory
         self._expected = self._expected or self._reached or end.restored >= 0
-        return decide(end, self._history, self._launch.max_restarts)
+        self._committed = max(self._committed, end.committed)
+        late, self._late = self._late, None
+        if late is not None:
+            decision = late
+        else:
+            case = Case(plan, ends, end, self._began, self._failed, self._meeting.waiting())
+            decision = self._responder.answer(case, self._more)
+        if decision.action == "restart" and not end.members_changed:
+            self._restarts += 1
+        return decision
+
+    def _parting(self, plan: Plan, decision: Decision) -> tuple[int, ...]:
+        if decision.record is None or decision.action == "stop":
+            return ()
+        return self._left_out(plan.names(), decision.record)
+
+    def _more(self, seconds: float) -> tuple[Signal, ...]:
+        """What else is learnt of an incident within ``seconds``."""
+        select.select([self._signals], [], [], seconds)
+        return ()
 
     def _interrupted(self) -> Decision:
         number = next(iter(self._signals.take()), signal.SIGTERM)
-        return decide(AttemptEnd(stopped_by=int(number)), self._history, None)
+        word = last_word(AttemptEnd(stopped_by=int(number)))
+        assert word is not None, "a signal is always the last word"
+        return Decision("stop", word.exit_code, word.reason, word.warning)
 
     def _say_ended(self, plan: Plan, decision: Decision) -> None:
         going_on = decision.action == "restart"
@@ -343,7 +469,6 @@ class Agent:
             + ("; restarting" if going_on else ""),
             level="info" if going_on else "debug",  # what follows says it again
             action=decision.action, exit_code=decision.exit_code, reason=decision.reason,
-            stuck=decision.history.stuck,
         )  # fmt: skip
 
     def _stop(self, decision: Decision) -> int:
@@ -369,6 +494,7 @@ class Agent:
         return decision.exit_code
 
     def _close(self) -> None:
+        self._chronicle.close()
         self._keeper.close()
         self._owner.close()
         self._meeting.close()
@@ -430,6 +556,23 @@ class Agent:
         return to_environment(replace(self._launch.settings, **own), always)
 
 
+class Late:
+    """The incident that the attempt at hand goes on from, while it is open."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    @property
+    def due(self) -> float:
+        waiting = self._agent._responder.open
+        return waiting.due if waiting is not None else math.inf
+
+    def settle(self) -> str:
+        decision = self._agent._responder.settle(self._agent._more(0.0))
+        self._agent._late = decision
+        return "" if decision is None else decision.reason
+
+
 def exit_code_of(error: EverstepError) -> int:
     """The exit code of a run that ``error`` prevents."""
     if isinstance(error, JobOwned):
@@ -441,6 +584,18 @@ def exit_code_of(error: EverstepError) -> int:
     if error.blame == "user":
         return exits.USAGE
     return exits.NO_STORE if isinstance(error, StoreError) else exits.FAILED
+
+
+def _name_of(entry: NodeEntry) -> str:
+    return Plan(nodes=(entry,)).names()[0]
+
+
+def _address(host: str) -> str:
+    """This host's address as its peers see it in messages, as far as the host itself knows."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return ""
 
 
 def _environment() -> dict[str, str]:

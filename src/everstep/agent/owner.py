@@ -33,6 +33,7 @@ class Owner:
         self._identity = identity(settings.job)
         self._job: Job | None = None
         self._attempt = self._claimed = 0
+        self._own_claim = False
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._event = os.eventfd(0, os.EFD_CLOEXEC)
@@ -45,6 +46,10 @@ class Owner:
     def id(self) -> str:
         """The id under which this agent claims."""
         return self._identity.agent
+
+    @property
+    def identity(self) -> OwnerIdentity:
+        return self._identity
 
     @property
     def claimed(self) -> bool:
@@ -62,11 +67,10 @@ class Owner:
         gives the number that comes next, not :attr:`claimed`: the keeper claims it before it
         writes anything of it, or is refused where a stranger has it (S6).
         """
-        if self._job is None:
-            job = _open(self._settings)
-            self._acquire(job, time.monotonic() + patience)
-            self._job = job
+        if self._job is None or not self._own_claim:
+            job = self.take(patience=patience)
             self._attempt = self._claimed = job.claim(self._identity)
+            self._own_claim = True
         else:
             self._attempt = self._claim_again(self._job, promise=promise)
         self._record.attempt = self._attempt
@@ -75,8 +79,25 @@ class Owner:
                 "job.claimed", f"attempt {self._attempt} claimed", level="debug",
                 agent=self._identity.agent,
             )  # fmt: skip
-        self._begin_renewing(self._job)
         return self._attempt
+
+    def take(self, *, patience: float = 0.0) -> Job:
+        """Own the job, which is what :meth:`claim` does first; nothing where it is owned already.
+        Raises as :meth:`claim` does."""
+        if self._job is None:
+            job = _open(self._settings)
+            self._acquire(job, time.monotonic() + patience)
+            # Who claims above what there is now has taken over.
+            self._attempt = self._claimed = job.highest_claim()
+            self._own_claim = False
+            self._job = job
+            self._begin_renewing(job)
+        return self._job
+
+    @property
+    def job(self) -> Job:
+        """The job in its store, owned or not."""
+        return self._job or _open(self._settings)
 
     def release(self) -> None:
         """Let the job go, so that the next agent (or the next leader) need not wait."""

@@ -37,6 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from everstep.agent.decide import WorkerEnd
 from everstep.agent.line import Keys, Line, StoreSilent
 from everstep.errors import AgentError
+from everstep.faults.records import Signal
 
 POLL_SECONDS = 0.005
 GATHER_SECONDS = 60.0
@@ -61,18 +62,24 @@ T = TypeVar("T")
 
 class NodeEntry(msgspec.Struct, frozen=True):
     """What an agent says of its node when it enters a round. ``number`` tells the agents of one
-    host apart: it is that of their keeper."""
+    host apart: it is that of their keeper. ``name`` is what the platform calls the node (default:
+    the host's name), ``pod`` the rack, switch or pod that it stands in, ``address`` its IP
+    address, empty where it is not known."""
 
     role: str
     workers: int
     host: str
     number: int = 0
+    name: str = ""
+    pod: str = ""
+    address: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True):
     """What the leader says to all nodes before workers start. ``nodes`` is in group rank order;
     ``coordinator`` is (host, port) of its keeper, ``claimant`` the id that claimed the attempt.
-    With ``exit_code`` the round ends instead."""
+    With ``exit_code`` the round ends instead, and with ``wait`` it is met again after so many
+    seconds. The nodes ``leave`` have no part in the job any more."""
 
     nodes: tuple[NodeEntry, ...] = ()
     attempt: int = 0
@@ -85,6 +92,8 @@ class Plan(msgspec.Struct, frozen=True):
     token: str = ""
     exit_code: int | None = None
     reason: str = ""
+    wait: float | None = None
+    leave: tuple[int, ...] = ()
 
     def ranks_of_node(self) -> tuple[tuple[int, ...], ...]:
         """Global ranks, node by node: consecutive, in group rank order."""
@@ -93,6 +102,15 @@ class Plan(msgspec.Struct, frozen=True):
             found.append(tuple(range(first, first + entry.workers)))
             first += entry.workers
         return tuple(found)
+
+    def names(self) -> tuple[str, ...]:
+        """What each node is called in verdicts and in the history: its name, and its number
+        where several agents run on it."""
+        given = [entry.name or entry.host for entry in self.nodes]
+        return tuple(
+            name if given.count(name) == 1 else f"{name}/{entry.number}"
+            for name, entry in zip(given, self.nodes, strict=True)
+        )
 
     def role_ranks(self, node: int) -> tuple[tuple[int, ...], int]:
         """The role ranks of a node's workers, and the size of their role in the job."""
@@ -103,13 +121,21 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class NodeEnd(msgspec.Struct, frozen=True):
-    """How a node's workers ended, and what its agent learnt from its keeper."""
+    """How a node's workers ended, and what its agent learnt from its keeper. ``finished`` is the
+    newest step that all its workers have finished (-1: unknown), ``steps`` that of each rank,
+    ``signals`` what was seen of the failure here, ``seconds`` the time since the attempt began
+    at the first of it."""
 
     workers: tuple[tuple[int, int, bool], ...] = ()
     restored: int = -1
     reached: int = -1
+    finished: int = -1
+    committed: int = -1
+    useful: float = 0.0
     attached: bool = False
-    finished: bool = False
+    job_finished: bool = False
+    signals: tuple[Signal, ...] = ()
+    steps: dict[int, int] = {}
     fatal: tuple[int, str] | None = None
     stopped_by: int | None = None
     members_changed: bool = False
@@ -120,12 +146,15 @@ class NodeEnd(msgspec.Struct, frozen=True):
 
 class Verdict(msgspec.Struct, frozen=True):
     """The leader's decision: ``exit_code`` None means the next round, ``same_nodes`` that it is
-    one of the nodes that are here (see :meth:`Meeting.again`)."""
+    one of the nodes that are here (see :meth:`Meeting.again`), after ``delay`` seconds. The nodes
+    ``leave`` have no part in it."""
 
     exit_code: int | None
     reason: str
     warning: str = ""
     same_nodes: bool = False
+    delay: float = 0.0
+    leave: tuple[int, ...] = ()
 
 
 def order(entries: Sequence[NodeEntry]) -> tuple[int, ...]:
@@ -309,7 +338,11 @@ class Meeting:
 
     def members_wait(self) -> bool:
         """Whether a node waits to be let in."""
-        return not self.alone and self._handler.num_nodes_waiting() > 0
+        return self.waiting() > 0
+
+    def waiting(self) -> int:
+        """How many agents wait to be let in; 0 where the rendezvous does not say."""
+        return 0 if self.alone else max(0, self._ask(self._handler.num_nodes_waiting))
 
     def leave(self, *, for_good: bool) -> None:
         """Part. ``for_good`` closes the rendezvous for every other agent too."""

@@ -11,6 +11,7 @@ import select
 import signal
 import time
 from concurrent.futures import Future
+from typing import Protocol
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -35,6 +36,17 @@ PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
 
 
+class Provisional(Protocol):
+    """What an attempt waits for that goes on from an incident which is still open."""
+
+    @property
+    def due(self) -> float:
+        """When it is closed (CLOCK_MONOTONIC); infinite where there is none."""
+
+    def settle(self) -> str:
+        """Close it: why the attempt may not go on, an empty text where it may."""
+
+
 class Learnt:
     """What the keeper's messages tell of one attempt."""
 
@@ -42,6 +54,10 @@ class Learnt:
         self._record = record
         self.restored = -1
         self.reached = -1
+        self.committed = -1
+        self.useful = 0.0
+        self._began = 0.0
+        self._passed = -1
         self.attached = False
         self.finished = False
         self.fatal: tuple[int, str] | None = None
@@ -61,11 +77,26 @@ class Learnt:
             self.attached = True
             if event.facts.get("source") != "fresh":
                 self.restored = max(self.restored, step)
+            self._began = event.mono
         elif event.kind == "snapshot.complete":
             self.attached = True
             self.reached = max(self.reached, step)
+        elif event.kind == "checkpoint.committed":
+            self._commit(step, event.mono)
         elif event.kind == "job.finished":
             self.finished = True
+
+    def passed(self, step: int) -> None:
+        """Up to ``step``, attempts before have committed: what comes after it is new."""
+        self._passed = step
+
+    def _commit(self, step: int, mono: float) -> None:
+        """Count the part of the time since the restore that led to new committed steps."""
+        self.committed = max(self.committed, step)
+        new = step - max(self._passed, self.restored, 0)
+        done = step - max(self.restored, 0)
+        if self._began and new > 0 and done > 0:
+            self.useful = max(self.useful, (mono - self._began) * new / done)
 
 
 class Supervision:
@@ -86,6 +117,7 @@ class Supervision:
         shutdown: float,
         owner: Owner,
         listen_every: float,
+        provisional: Provisional,
     ) -> None:
         self._round = round_
         self._meeting = meeting
@@ -99,6 +131,7 @@ class Supervision:
         self._shutdown = shutdown
         self._owner = owner
         self._listen_every = listen_every
+        self._provisional = provisional
         self._kill_at = math.inf
         self._why = ""
         self._told = False
@@ -110,6 +143,7 @@ class Supervision:
         self._step = -1
         self._stopped_by: int | None = None
         self._members_changed = False
+        self.failed_at = math.inf
 
     def run(self) -> NodeEnd:
         """Until every worker of this node has ended and the other nodes' fate is known."""
@@ -131,11 +165,13 @@ class Supervision:
     def end(self) -> NodeEnd:
         """What this node has to say of the attempt."""
         learnt = self._learnt
+        steps = self._keeper.finished_steps(self._record.attempt, list(self._workers.pids))
         return NodeEnd(
             workers=tuple((w.rank, w.code, w.by_everstep) for w in self._workers.ended),
             restored=learnt.restored, reached=learnt.reached, attached=learnt.attached,
-            finished=learnt.finished, fatal=learnt.fatal, stopped_by=self._stopped_by,
-            members_changed=self._members_changed,
+            job_finished=learnt.finished, fatal=learnt.fatal, stopped_by=self._stopped_by,
+            members_changed=self._members_changed, committed=learnt.committed,
+            useful=learnt.useful, steps=steps, finished=min(steps.values(), default=-1),
         )  # fmt: skip
 
     # -- waiting
@@ -149,7 +185,7 @@ class Supervision:
             waiting.register(self._meeting.line.fileno(), select.POLLIN)
         now = time.monotonic()
         next_look = self._next_look if self._looking is None else math.inf
-        due = min(self._kill_at, next_look, self._tending.due)
+        due = min(self._kill_at, next_look, self._tending.due, self._provisional.due)
         if self._workers.must_be_polled:
             due = min(due, now + self._listen_every)
         waiting.poll(max(0.0, due - now) * 1000 if due < math.inf else None)
@@ -163,6 +199,9 @@ class Supervision:
             self._on_signal(number, now)
         if self._owner.lost:
             self._kill(now, "another agent runs the job now")
+        if now >= self._provisional.due and (why := self._provisional.settle()):
+            self._tell_nodes()
+            self._kill(now, why)
         self._look_at_nodes(now)
         if now >= self._kill_at and self._workers.running:
             self._kill(now, self._why)
@@ -190,6 +229,7 @@ class Supervision:
         elif self._stopped_by is None:
             # A signal from outside is its own evidence; an error may have a cause elsewhere,
             # which the other ranks are about to tell.
+            self.failed_at = min(self.failed_at, now)
             wait = 0.0 if ended.code < 0 else EVIDENCE_SECONDS
             self._kill_by(now + wait, f"rank {ended.rank} failed")
             self._tell_nodes()
@@ -259,7 +299,8 @@ class Supervision:
 
     def _stands_still(self, now: float) -> bool:
         """Whether no step was finished here for as long: an agent that hangs alone harms nobody."""
-        step = self._keeper.finished_step(self._record.attempt, len(self._workers.pids))
+        steps = self._keeper.finished_steps(self._record.attempt, list(self._workers.pids))
+        step = min(steps.values(), default=-1)
         if step != self._step:
             self._step, self._moved_at = step, now
         return now - self._moved_at >= SILENT_SECONDS

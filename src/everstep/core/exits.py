@@ -16,6 +16,7 @@ REFUSED = 78
 OWNED = 79
 NO_PROGRESS = 93
 REPEATED = 94
+LEFT_OUT = 95
 SIGNALLED = 128
 
 MEANING: dict[int, str] = {
@@ -37,6 +38,8 @@ MEANING: dict[int, str] = {
     NO_PROGRESS: "three attempts in a row got no further; do not requeue (EVS-502)",
     REPEATED: "the same failure came again at the same step: change the code, the data or the "
     "configuration; do not requeue",
+    LEFT_OUT: "this node was taken out of the job, which goes on without it: it failed, or "
+    "`everstep node exclude` said so; do not start the job on it again before it was looked at",
     SIGNALLED: "and the number of the signal (130: Ctrl-C): stopped by a signal but SIGTERM, "
     "without a last cut; start the job again and it goes on from its newest state",
 }

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from everstep.errors import UsageError
 
 Resume = Literal["auto", "require", "never"]
+OnFault = Literal["", "act", "advise", "off"]
 
 PREFIX = "EVERSTEP_"
 _OTHERS = ("EVERSTEP_FAULTS", "EVERSTEP_DRILL", "EVERSTEP_BENCH_")
@@ -57,6 +58,48 @@ class Settings:
     )  # fmt: skip
     events: str = setting("", "File to which every event is appended as a line of JSON.")
     state_dir: str = setting("", "Folder for the keeper's log; empty: $XDG_STATE_HOME/everstep.")
+    on_fault: OnFault = setting(
+        "",
+        "What follows from a verdict: `act` does what it says, `advise` restarts in place and "
+        "says what it would have done, `off` restarts in place; budgets hold in each. Recorded, "
+        "and kept until another is said; empty: as it was said last, at first `act`.",
+        parse="on_fault",
+    )
+    verdict_deadline: float = setting(
+        2.0,
+        "Seconds after a failure for which late evidence is waited for: a stop waits as long, the "
+        "first optimizer step of a restart until then.",
+        parse="seconds",
+    )
+    catalog: str = setting(
+        "", "TOML file with more signatures of failures, asked before everstep's own."
+    )
+    per_fingerprint: int = setting(
+        3, "Restarts after the same failure, until it is refilled; 0: no limit.", parse="count"
+    )
+    no_progress: int = setting(
+        3, "Attempts in a row that get no further, at which the job is stopped; 0: no limit.",
+        parse="count",
+    )  # fmt: skip
+    window_restarts: int = setting(
+        50, "Restarts within the window, whatever their cause; 0: no limit.", parse="count"
+    )
+    window: float = setting(24 * 3600.0, "Seconds of that window.", parse="seconds")
+    useful_share: float = setting(
+        0.2,
+        "Share of the time since the last refill, spent on new committed steps, that refills the "
+        "budget of a failure.",
+        parse="share",
+    )
+    notify: str = setting(
+        "",
+        "URL to which a stop, and a budget of which 80 % are spent, is posted as JSON; or a "
+        "command that gets it on standard input.",
+    )
+    node_name: str = setting(
+        "", "What the platform calls this node, in verdicts and exclusions; empty: the host name."
+    )
+    node_pod: str = setting("", "The rack, switch or pod that this node stands in.")
     keeper: str = setting("", "Name of the keeper's socket (set by the agent for its workers).")
     attempt: int = setting(0, "Number of this attempt (set by the agent).", parse="count")
     node: int = setting(0, "Index of this node in the job (set by the agent).", parse="count")
@@ -114,12 +157,30 @@ def _resume(text: str) -> Resume:
     return text  # type: ignore[return-value]  # narrowed by the test above
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("must be a number from 0 to 1") from None
+    if not 0 <= value <= 1:
+        raise ValueError("must be a number from 0 to 1")
+    return value
+
+
+def _on_fault(text: str) -> OnFault:
+    if text not in ("act", "advise", "off"):
+        raise ValueError("must be act, advise or off")
+    return text  # type: ignore[return-value]  # narrowed by the test above
+
+
 PARSERS: dict[str, Callable[[str], Any]] = {
     "text": str,
     "count": _count,
     "positive": _positive,
     "seconds": _seconds,
     "resume": _resume,
+    "on_fault": _on_fault,
+    "share": _share,
 }
 
 

@@ -178,31 +178,43 @@ def _life(
     """``after`` is when the next attempt began, None for the last."""
     fatal = [(at, r) for at, r in own if isinstance(r, IncidentRecord) and r.fatal]
     incidents = {r.id: r for _, r in sorted(fatal, key=lambda item: item[1].revision)}
-    ending = [(at, r) for at, r in own if isinstance(r, DecisionRecord) and r.ends_running]
+    ending = [(at, r) for at, r in own if _ends(r) and not isinstance(r, IncidentRecord)]
     began = begun[0] if begun else own[0][0] if own else end if after is None else after
     return Life(
         attempt=attempt,
         began=began,
         ended=min((at for at, _ in (*fatal, *ending)), default=after),
-        cause=_cause(incidents, ending),
+        cause=_cause(incidents, [record for _, record in ending]),
         facts=_facts([r for _, r in own]),
         incidents=tuple(incidents[name] for name in sorted(incidents)),
         decision=begun[1] if begun else None,
-        fell=any(r.ends_running == "fell" for _, r in ending),
+        fell=any(_fell(r) for _, r in ending),
     )
 
 
-def _cause(
-    incidents: Mapping[str, IncidentRecord], ending: Sequence[tuple[float, DecisionRecord]]
-) -> Cause:
+def _ends(record: Record) -> bool:
+    """Whether the record tells that its attempt has ended."""
+    if isinstance(record, IncidentRecord):
+        return record.fatal
+    if isinstance(record, DecisionRecord):
+        return bool(record.ends_running)
+    return isinstance(record, ProgressRecord) and bool(record.ended)
+
+
+def _fell(record: Record) -> bool:
+    return isinstance(record, DecisionRecord) and record.ends_running == "fell"
+
+
+def _cause(incidents: Mapping[str, IncidentRecord], ending: Sequence[Record]) -> Cause:
     causes = {incident.cause for incident in incidents.values()}
+    causes |= {record.cause for record in ending if isinstance(record, ProgressRecord)}
     order: tuple[Cause, ...] = ("root", "victims", "agent_lost", "external", "person")
     for cause in order:
         if cause in causes:
             return cause
     if ending:
         # Moved by a late verdict: that incident is charged already. Fallen off a rung: it failed.
-        return "victims" if any(r.ends_running == "fell" for _, r in ending) else "external"
+        return "victims" if any(map(_fell, ending)) else "external"
     return "agent_lost"
 
 
@@ -237,8 +249,7 @@ def _events(timed: Sequence[tuple[float, Record]], lives: Sequence[Life]) -> lis
 def _has_ended(life: Life, record: Record) -> bool:
     if record.attempt != life.attempt:
         return record.attempt > life.attempt
-    ends = isinstance(record, IncidentRecord) and record.fatal
-    return ends or (isinstance(record, DecisionRecord) and bool(record.ends_running))
+    return _ends(record)
 
 
 def _restarts(timed: Sequence[tuple[float, Record]], lives: Sequence[Life]) -> list[float]:

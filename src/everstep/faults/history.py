@@ -186,12 +186,17 @@ class DecisionRecord(
 class ProgressRecord(
     msgspec.Struct, frozen=True, tag="progress", tag_field="what", forbid_unknown_fields=True
 ):
-    """What a running attempt has come to: so that a lost agent's work still counts."""
+    """What an attempt has come to: so that a lost agent's work still counts.
+
+    ``ended``: why it ended, where that was no incident (the job finished, a scheduler took the
+    nodes, a person stopped it); empty while it runs. ``cause`` is who ended it so."""
 
     attempt: int
     at: Stamp
     facts: AttemptFacts
     sequence: int = 0
+    ended: str = ""
+    cause: Cause = "person"
 
 
 class ResultRecord(

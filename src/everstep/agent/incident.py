@@ -1,0 +1,117 @@
+"""From what the nodes say of an attempt's end to what can be judged.
+
+Owns: the incident's signals and names. Pure: records in, records out. Never does: judge
+(:mod:`everstep.faults.judge`). Called by: respond.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from everstep.agent.decide import AttemptEnd, WorkerEnd
+from everstep.agent.line import SILENT_SECONDS
+from everstep.agent.rendezvous import NodeEnd, Plan
+from everstep.faults.history import AttemptFacts
+from everstep.faults.records import Incident, Signal, Verdict
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attempt that has ended, as the leader knows it. ``ends`` is what its nodes said, ``end``
+    the same in one; ``began`` and ``failed`` are times of CLOCK_MONOTONIC here. ``spares`` are
+    agents that wait to join."""
+
+    plan: Plan
+    ends: Mapping[int, NodeEnd]
+    end: AttemptEnd
+    began: float
+    failed: float
+    spares: int = 0
+    late: tuple[Signal, ...] = field(default=())
+
+    @property
+    def nodes(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each node, by its name."""
+        return dict(zip(self.plan.names(), self.plan.ranks_of_node(), strict=True))
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        names = self.plan.names()
+        return tuple(names[node] for node in self.end.lost_nodes)
+
+    @property
+    def pods(self) -> dict[str, str]:
+        named = zip(self.plan.names(), self.plan.nodes, strict=True)
+        return {name: entry.pod for name, entry in named if entry.pod}
+
+
+def incident_of(case: Case, name: str) -> Incident:
+    """All signals of the attempt's end, under the names of its nodes."""
+    return Incident(
+        id=name,
+        signals=tuple(_signals(case)),
+        nodes=case.nodes,
+        pods=case.pods,
+        addresses=_addresses(case.plan),
+    )
+
+
+def facts_of(case: Case, now: float, *, offline: bool) -> AttemptFacts:
+    """What the budgets are counted by. ``offline``: the store cannot be asked."""
+    end = case.end
+    return AttemptFacts(
+        restored=end.restored,
+        reached=end.reached,
+        finished=end.finished_step,
+        committed=end.committed,
+        lasted=max(0.0, now - case.began),
+        useful=max((said.useful for said in case.ends.values()), default=0.0),
+        offline=offline,
+    )
+
+
+def at_its_step(verdict: Verdict, case: Case) -> Verdict:
+    """The verdict with the step that its root ranks were computing, which the agents know better
+    than any log line: the first that those had not finished."""
+    steps = {rank: step for said in case.ends.values() for rank, step in said.steps.items()}
+    roots = [steps[rank] for rank in verdict.root_ranks if rank in steps]
+    if not roots and case.end.furthest < 0:
+        return verdict
+    done = min(roots, default=case.end.finished_step)
+    return msgspec.structs.replace(verdict, step=max(done, case.end.restored) + 1)
+
+
+def _signals(case: Case) -> Iterator[Signal]:
+    names = case.plan.names()
+    for node, said in case.ends.items():
+        told = {signal.rank for signal in said.signals if signal.source == "exit"}
+        exits = (_exit(end) for end in said.worker_ends() if end.rank not in told)
+        yield from _named((*said.signals, *exits), names[node])
+    yield from case.late
+    for name in case.lost:
+        text = f"the agent of node {name} has shown no life for {SILENT_SECONDS:g} s"
+        yield Signal("agent", text, node=name)
+
+
+def _named(signals: Iterable[Signal], node: str) -> Iterator[Signal]:
+    for signal in signals:
+        yield signal if signal.node else msgspec.structs.replace(signal, node=node)
+
+
+def _exit(end: WorkerEnd) -> Signal:
+    text = f"killed by signal {-end.code}" if end.code < 0 else f"exited with code {end.code}"
+    return Signal("exit", text, rank=end.rank, exit_code=end.code, ours=end.by_everstep)
+
+
+def _addresses(plan: Plan) -> dict[str, str]:
+    """The node of each address; one that several agents share names nobody."""
+    shared = Counter(entry.address for entry in plan.nodes)
+    return {
+        entry.address: name
+        for name, entry in zip(plan.names(), plan.nodes, strict=True)
+        if entry.address and shared[entry.address] == 1
+    }

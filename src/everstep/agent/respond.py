@@ -1,0 +1,248 @@
+"""After an attempt's end, and before the first: what is done, by verdict, budgets and history.
+
+Owns: the order judge, decide, record, act (F6), the incident while it is open, and what people are
+told of it. Never does: judge or decide (:mod:`everstep.faults`), touch a process. Called by: the
+loop of the agent that leads.
+
+The first decision comes at once, from what the nodes said when they ended. The incident stays open
+for as long as late evidence (a kernel's line, a device's) may come: until then the attempt that was
+begun is provisional, and what is learnt may stop or move it. A stop waits that time beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from everstep.agent.chronicle import Chronicle
+from everstep.agent.decide import Decision, LastWord, first, last_word
+from everstep.agent.incident import Case, at_its_step, facts_of, incident_of
+from everstep.agent.record import Recorder
+from everstep.core import exits
+from everstep.faults import history as told
+from everstep.faults.budget import cause_of
+from everstep.faults.catalog import Catalog
+from everstep.faults.decide import Response, begin, respond
+from everstep.faults.history import (
+    AttemptFacts,
+    Cause,
+    DecisionRecord,
+    IncidentRecord,
+    ProgressRecord,
+    Record,
+    RecoveryPoint,
+    next_sequence,
+)
+from everstep.faults.judge import judge
+from everstep.faults.records import UNKNOWN, Signal, Verdict
+from everstep.faults.rules import describe
+from everstep.faults.situation import Policy, Situation
+
+Draw = Callable[[], float]
+Gather = Callable[[float], tuple[Signal, ...]]
+"""More signals of an incident that is open: waits up to so many seconds for them."""
+
+
+@dataclass(frozen=True)
+class Open:
+    """An incident whose evidence may still come, until ``due`` (CLOCK_MONOTONIC)."""
+
+    case: Case
+    record: IncidentRecord
+    due: float
+
+
+class Responder:
+    """``patience`` is how long an incident stays open, in seconds; ``catalog`` gives the patterns
+    of failures (it may take a while at its first call); ``points`` the recovery points of the
+    store; ``draw`` numbers from [0, 1) for jitter."""
+
+    def __init__(
+        self,
+        chronicle: Chronicle,
+        record: Recorder,
+        policy: Policy,
+        *,
+        agent: str,
+        patience: float,
+        catalog: Callable[[], Catalog],
+        points: Callable[[], Sequence[RecoveryPoint]],
+        draw: Draw,
+        tell: Callable[[DecisionRecord, IncidentRecord | None], None] = lambda *_: None,
+    ) -> None:
+        self._chronicle = chronicle
+        self._record = record
+        self._policy = policy
+        self._agent = agent
+        self._patience = patience
+        self._catalog = catalog
+        self._points = points
+        self._draw = draw
+        self._tell = tell
+        self.open: Open | None = None
+
+    def begin(self, nodes: Sequence[str], facts: AttemptFacts | None) -> Decision:
+        """Whether this agent may begin an attempt, and which. ``facts`` are those of the newest
+        attempt, as far as store and keeper know them."""
+        past = self._chronicle.read()
+        situation = Situation(
+            nodes=tuple(nodes),
+            checkpoints=tuple(self._points()),
+            highest_claim=self._chronicle.highest_claim,
+            jitter=self._draw(),
+        )
+        response = begin(past, situation, self._policy, self._chronicle.stamp(), facts)
+        return self._carry_out(response, None)
+
+    def answer(self, case: Case, more: Gather) -> Decision:
+        """What follows an attempt that has ended."""
+        self.settle(())
+        word = last_word(case.end)
+        if word is not None and not word.failed:
+            return self._ended(case, word)
+        incident = self._incident(case, word, closed=word is not None or self._patience <= 0)
+        response = self._respond(case, incident)
+        left = case.failed + self._patience - time.monotonic()
+        if response.decision.stops and not incident.closed:
+            # The last word is worth the evidence that is still on its way.
+            case = replace(case, late=more(max(0.0, left)))
+            incident = self._incident(case, word, closed=True)
+            response = self._respond(case, incident)
+        decision = self._carry_out(response, incident)
+        if word is not None:
+            return replace(decision, warning=word.warning)
+        if not incident.closed:
+            self.open = Open(case, incident, case.failed + self._patience)
+        return decision
+
+    def settle(self, signals: tuple[Signal, ...]) -> Decision | None:
+        """Close the incident that is open, with what was learnt since. None where that changes
+        nothing about the attempt that runs."""
+        waiting, self.open = self.open, None
+        if waiting is None:
+            return None
+        case = replace(waiting.case, late=signals)
+        before = waiting.record
+        incident = self._incident(case, None, closed=True, before=before)
+        response = self._respond(case, incident)
+        self._chronicle.write(response.records)
+        made = response.decision
+        if made.action == "continue":
+            return None
+        self._say(made, incident)
+        return _decision(made)
+
+    # -- the parts of an answer
+
+    def _ended(self, case: Case, word: LastWord) -> Decision:
+        """The attempt's end was no failure: nothing is charged, and nothing is to be explained."""
+        cause: Cause = "external" if word.exit_code == exits.PREEMPTED else "person"
+        past = self._chronicle.read()
+        attempt = case.plan.attempt
+        facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
+        ended = ProgressRecord(
+            attempt, self._chronicle.stamp(), facts, next_sequence(past, attempt),
+            ended=word.reason, cause=cause,
+        )  # fmt: skip
+        self._chronicle.write([ended])
+        return Decision("stop", word.exit_code, word.reason, word.warning)
+
+    def _incident(
+        self,
+        case: Case,
+        word: LastWord | None,
+        *,
+        closed: bool,
+        before: IncidentRecord | None = None,
+    ) -> IncidentRecord:
+        attempt = case.plan.attempt
+        name = before.id if before is not None else f"{attempt}-{self._agent[-4:]}"
+        incident = incident_of(case, name)
+        changed = case.end.members_changed and not case.end.failures
+        verdict = _nodes_changed(case) if changed else judge(incident, self._catalog())
+        verdict = at_its_step(verdict, case)
+        facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
+        return IncidentRecord(
+            id=name,
+            attempt=attempt,
+            at=self._chronicle.stamp(),
+            verdict=verdict,
+            revision=1 if before is None else before.revision + 1,
+            cause="external" if changed else cause_of(verdict),
+            facts=facts if before is None else before.facts,
+            closed=closed,
+            nodes=case.nodes,
+            pods=case.pods,
+            last_word=told.LastWord(word.exit_code, word.reason) if word else None,
+        )
+
+    def _respond(self, case: Case, incident: IncidentRecord) -> Response:
+        past = self._chronicle.read()
+        names = tuple(case.nodes)
+        lost = case.lost
+        situation = Situation(
+            nodes=names,
+            spares=tuple(f"waiting-{n}" for n in range(case.spares)),
+            lost=lost,
+            min_nodes=len(names),
+            checkpoints=tuple(self._points()),
+            highest_claim=max(self._chronicle.highest_claim, case.plan.attempt),
+            jitter=self._draw(),
+        )
+        return respond(past, incident, situation, self._policy, self._chronicle.stamp())
+
+    def _carry_out(self, response: Response, incident: IncidentRecord | None) -> Decision:
+        """Write first (F6), then say, then it is done."""
+        self._chronicle.write(response.records)
+        self._say(response.decision, incident)
+        return _decision(response.decision)
+
+    def _say(self, made: DecisionRecord, incident: IncidentRecord | None) -> None:
+        if incident is not None:
+            self._say_incident(incident)
+        self._record.say(
+            "decision.made", f"{made.action}: {made.reason}", level="debug",
+            action=made.action, incident=made.incident, begins=made.begins,
+            provisional=made.provisional, budget=dict(made.budget), advice=made.advice,
+        )  # fmt: skip
+        for alert in made.alerts:
+            self._record.say("fault.alert", alert, level="warning", incident=made.incident)
+        if made.stops or made.alerts:
+            self._tell(made, incident)
+
+    def _say_incident(self, incident: IncidentRecord) -> None:
+        verdict = incident.verdict
+        facts: dict[str, Any] = {
+            "incident": incident.id, "revision": incident.revision, "class": verdict.fault,
+            "domain": verdict.domain, "action": verdict.action,
+            "root_ranks": list(verdict.root_ranks), "root_node": verdict.root_node,
+            "victim_ranks": list(verdict.victim_ranks), "confidence": verdict.confidence,
+        }  # fmt: skip
+        self._record.say(
+            "incident.judged", f"incident {incident.id}: {describe(incident)}",
+            level="debug" if incident.last_word else "warning", step=verdict.step, **facts,
+        )  # fmt: skip
+
+
+def _decision(made: DecisionRecord) -> Decision:
+    if made.stops:
+        return Decision("stop", made.exit_code, made.reason, record=made)
+    return Decision("restart", 0, made.reason, delay=made.rung.delay, record=made)
+
+
+def _nodes_changed(case: Case) -> Verdict:
+    return Verdict(
+        UNKNOWN, "scheduler", "restart_in_place", message=first(case.end), confidence=1.0
+    )
+
+
+def newer(past: Sequence[Record], decision: DecisionRecord, attempt: int) -> DecisionRecord:
+    """``decision`` where the number that it was to begin had been taken: it begins ``attempt``."""
+    return msgspec.structs.replace(
+        decision, id=f"{decision.id}.at-{attempt}", begins=attempt,
+        sequence=next_sequence(past, decision.attempt),
+    )  # fmt: skip
