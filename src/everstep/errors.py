@@ -210,6 +210,13 @@ class NoProgress(AgentError):
     blame: ClassVar[Blame] = "user"
 
 
+class RepeatedFailure(AgentError):
+    """The same failure came again at the same step: no restart helps."""
+
+    code: ClassVar[str] = "EVS-504"
+    blame: ClassVar[Blame] = "user"
+
+
 class AttemptLived(AgentError):
     """The attempt's number belongs to one that was lived through already, in memory."""
 

@@ -54,7 +54,8 @@ def test_a_killed_worker_goes_on_from_memory_and_that_is_progress(start: Start) 
     for attempt in (2, 3):
         again = steps(agent.printed(), attempt)[0]
         assert 10 * (attempt - 1) - 8 <= again <= 10 * (attempt - 1)
-    assert agent.events("attempt.ended")[-1].facts["stuck"] == 0
+    decided = [e.facts["budget"] for e in agent.events("decision.made")]
+    assert [left["no_progress"] for left in decided] == [3, 3, 3]
     assert steps(agent.printed(), 3)[-1] == 24
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from forked import Agent, Start, alive, rendezvous, wait_for
 
-from everstep.agent import agree, watch
+from everstep.agent import agree, supervise
 from everstep.agent import line as lines
 from everstep.core import exits, points
 
@@ -163,7 +163,7 @@ def test_a_node_whose_agent_dies_before_its_workers_start_is_missed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing breaks then: the leader's workers would wait for the other ones for half an hour."""
-    for module in (watch, agree):
+    for module in (supervise, agree):
         monkeypatch.setattr(module, "SILENT_SECONDS", 2.5)
         monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
     monkeypatch.setattr(agree, "ENDS_SECONDS", 1.0)

@@ -27,10 +27,26 @@ for step in run.steps(until=20):
 """
 
 
-def test_a_script_that_always_fails_at_the_same_step_is_started_three_times(start: Start) -> None:
-    """Although the second attempt restores what the first had saved."""
+def test_a_deterministic_error_of_the_script_stops_after_one_confirming_retry(
+    start: Start,
+) -> None:
+    """F4, although the second attempt restores what the first had saved."""
     agent = start(*FORKED, script=FAILS_AT_THE_SAME_STEP)
-    assert agent.wait() == exits.NO_PROGRESS, agent.said()
-    assert len(agent.events("attempt.started")) == 3
-    assert [e.facts["source"] for e in agent.events("restore.elected")][1:] == ["memory"] * 2
-    assert "3 attempts in a row got no further, not beyond step 9 (EVS-502)" in agent.said()
+    assert agent.wait() == exits.REPEATED, agent.said()
+    assert len(agent.events("attempt.started")) == 2
+    assert agent.events("restore.elected")[-1].facts["source"] == "memory"
+    judged = agent.events("incident.judged")[-1]
+    assert (judged.facts["class"], judged.step) == ("USER_EXCEPTION", 10)
+    said = agent.said()
+    assert "the same failure came 2 times at step 10 (EVS-504)" in said
+    assert "script.py:11" in said
+    assert "always at 9" in said
+
+
+def test_a_job_that_was_stopped_for_good_is_not_started_again(start: Start) -> None:
+    """F3: neither a requeue nor a new agent is a way around."""
+    assert start(*FORKED, script=FAILS_AT_THE_SAME_STEP).wait() == exits.REPEATED
+    again = start(*FORKED, script=FAILS_AT_THE_SAME_STEP)
+    assert again.wait() == exits.REPEATED, again.said()
+    assert not again.events("attempt.started")[2:]
+    assert "retry --reset-budget" in again.said()

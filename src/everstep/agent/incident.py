@@ -71,6 +71,7 @@ def facts_of(case: Case, now: float, *, offline: bool) -> AttemptFacts:
         lasted=max(0.0, now - case.began),
         useful=max((said.useful for said in case.ends.values()), default=0.0),
         offline=offline,
+        told=end.attached,
     )
 
 

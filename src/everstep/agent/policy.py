@@ -18,11 +18,13 @@ from everstep.faults.situation import Policy
 
 
 def policy_of(launch: Launch) -> Policy:
-    """The budgets and deadlines of this run."""
-    settings = launch.settings
+    """The budgets and deadlines of this run. ``--max-restarts`` takes the place of the rules that
+    count attempts; a failure that is deterministic stops the job all the same (F4)."""
+    settings, counted = launch.settings, launch.max_restarts is None
     limits = Limits(
-        per_fingerprint=settings.per_fingerprint or None,
-        no_progress=settings.no_progress or None,
+        per_fingerprint=(settings.per_fingerprint or None) if counted else None,
+        no_progress=(settings.no_progress or None) if counted else None,
+        unrestored=Limits().unrestored if counted else None,
         window_restarts=settings.window_restarts or None,
         window_seconds=settings.window,
         useful_share=settings.useful_share,

@@ -132,6 +132,8 @@ class Responder:
         self._chronicle.write(response.records)
         made = response.decision
         if made.action == "continue":
+            if _differs(incident.verdict, before.verdict):
+                self._say_incident(incident)
             return None
         self._say(made, incident)
         return _decision(made)
@@ -232,6 +234,13 @@ def _decision(made: DecisionRecord) -> Decision:
     if made.stops:
         return Decision("stop", made.exit_code, made.reason, record=made)
     return Decision("restart", 0, made.reason, delay=made.rung.delay, record=made)
+
+
+def _differs(verdict: Verdict, before: Verdict) -> bool:
+    def told(one: Verdict) -> tuple[object, ...]:
+        return one.fault, one.root_ranks, one.root_node
+
+    return told(verdict) != told(before)
 
 
 def _nodes_changed(case: Case) -> Verdict:

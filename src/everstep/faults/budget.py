@@ -130,7 +130,8 @@ def repeated(budgets: Budgets, incident: IncidentRecord, limits: Limits) -> Spen
     """F4: whether the failure is deterministic, so that the job stops with its reason."""
     times = repeats(budgets, incident)
     most = limits.same_step_program if of_program(incident) else limits.same_step
-    if incident.cause != "root" or times < most:
+    blind = not (incident.facts.told or of_program(incident))
+    if incident.cause != "root" or times < most or blind:
         return None
     at = f"step {incident.where}" if incident.where > 0 else "the start, before step 1"
     return Spent("repeated", f"the same failure came {times} times at {at}")

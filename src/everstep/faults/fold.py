@@ -231,6 +231,7 @@ def _facts(own: Sequence[Record]) -> AttemptFacts:
         lasted=lasted,
         useful=min(lasted, max((_finite(f.useful) for f in online), default=0.0)),
         offline=bool(told) and not online,
+        told=any(f.told for f in told),
     )
 
 

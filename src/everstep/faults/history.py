@@ -62,7 +62,8 @@ class AttemptFacts(msgspec.Struct, frozen=True):
     complete for, ``finished`` the newest that all workers have finished, ``committed`` the newest
     that is committed in the store. ``lasted`` is its length in seconds, ``useful`` the part spent
     on steps that no attempt before had committed and this one has. ``offline``: the store could
-    not be asked, so that nothing is refilled by it."""
+    not be asked, so that nothing is refilled by it. ``told`` is false where the script tells no
+    steps, so that two failures cannot be said to have come at the same one."""
 
     restored: int = -1
     reached: int = -1
@@ -71,6 +72,7 @@ class AttemptFacts(msgspec.Struct, frozen=True):
     lasted: float = 0.0
     useful: float = 0.0
     offline: bool = False
+    told: bool = True
 
     @property
     def furthest(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from everstep.core import exits
+from everstep.errors import NoProgress, RepeatedFailure
 from everstep.faults import budget, ladder
 from everstep.faults.budget import Budgets, Spent
 from everstep.faults.fold import History
@@ -162,7 +163,8 @@ def _stop(incident: IncidentRecord, spent: Spent) -> Draft:
         spent.name, exits.NO_PROGRESS
     )
     fault = LOOP if spent.name in ("no_progress", "window") else incident.verdict.fault
-    what = f"{describe(incident)}: {spent.reason}"
+    known = {exits.REPEATED: RepeatedFailure.code, exits.NO_PROGRESS: NoProgress.code}.get(code)
+    what = f"{describe(incident)}: {spent.reason}" + (f" ({known})" if known else "")
     advice = incident.verdict.advice
     reason = how_to_go_on(f"{what}. {advice}" if advice else what)
     # torchrun's own limit is for one start of the job: the next start has it again.
