@@ -100,7 +100,9 @@ class Responder:
 
     def answer(self, case: Case, more: Gather) -> Decision:
         """What follows an attempt that has ended."""
-        self.settle(())
+        late = self.settle(())
+        if late is not None and late.action == "stop":
+            return late
         word = last_word(case.end)
         if word is not None and not word.failed:
             return self._ended(case, word)

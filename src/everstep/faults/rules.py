@@ -105,7 +105,8 @@ def _plain_limits(
     """The limits that hold whatever the verdict is, and whether or not it is acted on."""
     most = policy.limits.max_restarts
     if most is not None and incident.cause != "external":
-        made = sum(_is_restart_of(d, at.agent, history) for d in history.decisions())
+        others = [d for d in history.decisions() if d.incident != incident.id]
+        made = sum(_is_restart_of(d, at.agent, history) for d in others)
         if made >= most:
             return Spent("max_restarts", f"--max-restarts {most} is used up")
     if incident.cause in ("root", "victims", "agent_lost"):
