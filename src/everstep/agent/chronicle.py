@@ -98,10 +98,18 @@ class Chronicle:
         if entries and not self._ask("write", partial(self._write, entries)):
             self._write_aside(entries)
 
+    def note(self, record: Record) -> None:
+        """Record what nothing waits for: how an incident ended. In the background."""
+        entry = pack(record)
+        self._own[entry.body] = record
+        self._asking.submit(partial(self._write_or_keep, [entry]))
+
     def close(self) -> None:
         """Bring what was kept aside into the store, where it can be had, and ask nothing more."""
         if self._aside is not None:
             self._ask("merge", self._read)
+        else:
+            self._asking.ask(lambda: None, self._patience)  # what was noted is written
         self._asking.close()
 
     # -- in the thread that asks
@@ -117,6 +125,12 @@ class Chronicle:
         self._merge(job)
         for entry in entries:
             job.record_history(entry)
+
+    def _write_or_keep(self, entries: Sequence[Entry]) -> None:
+        try:
+            self._write(entries)
+        except (StoreError, OSError):
+            self._write_aside(entries)
 
     def _merge(self, job: Job) -> None:
         """What this agent, or one before it on this host, has kept aside."""
@@ -193,14 +207,8 @@ class _Asking:
     def ask(self, call: Callable[[], None], seconds: float) -> str | None:
         """None once ``call`` has come back, else why it has not. One that hangs goes on, and what
         is asked after it waits behind it."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="everstep-history", daemon=True
-            )
-            self._thread.start()
         hangs = self._last is not None and not self._last.done()
-        answer = self._last = Future[None]()
-        self._calls.put(partial(_answer, call, answer))
+        answer = self._last = self.submit(call)
         try:
             answer.result(0.1 if hangs else seconds)
         except TimeoutError:
@@ -208,6 +216,17 @@ class _Asking:
         except (StoreError, OSError) as error:
             return str(error)
         return None
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Have it asked; nothing is waited for."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, name="everstep-history", daemon=True
+            )
+            self._thread.start()
+        answer: Future[None] = Future()
+        self._calls.put(partial(_answer, call, answer))
+        return answer
 
     def close(self) -> None:
         self._calls.put(None)

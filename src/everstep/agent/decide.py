@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from everstep.core import exits
-from everstep.faults.history import DecisionRecord
+from everstep.faults.history import DecisionRecord, IncidentRecord
 
 _RANKED = (exits.REFUSED, exits.NO_RECOVERY_POINT, exits.NOT_DURABLE, exits.PREEMPTED)
 """Final codes of workers, the most telling first."""
@@ -76,7 +76,8 @@ class LastWord:
 @dataclass(frozen=True)
 class Decision:
     """What the agent does next. ``record`` is the decision that the history has of it, None where
-    nothing had to be decided. ``delay`` (seconds) comes before the next attempt."""
+    nothing had to be decided, ``incident`` what it is about. ``delay`` (seconds) comes before the
+    next attempt."""
 
     action: Literal["restart", "stop"]
     exit_code: int
@@ -84,6 +85,7 @@ class Decision:
     warning: str = ""
     delay: float = 0.0
     record: DecisionRecord | None = None
+    incident: IncidentRecord | None = None
 
 
 def last_word(end: AttemptEnd) -> LastWord | None:

@@ -30,6 +30,7 @@ from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold
 from everstep.agent.line import StoreSilent
 from everstep.agent.owner import Owner
 from everstep.agent.policy import catalog_of, policy_of
+from everstep.agent.proof import Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import (
     AGAIN_SECONDS,
@@ -61,7 +62,7 @@ from everstep.errors import (
     RestoreError,
     StoreError,
 )
-from everstep.faults.history import DecisionRecord
+from everstep.faults.history import DecisionRecord, ResultRecord
 from everstep.faults.records import Signal
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
@@ -85,7 +86,8 @@ class Agent:
         self._committed = -1
         self._next: DecisionRecord | None = None
         self._late: Decision | None = None
-        self._learnt = Learnt(record)
+        self._proofs = Proofs()
+        self._learnt = Learnt(record, self._proofs, self._proved)
         self._failures: list[report.Failure] = []
         self._index, self._number_lock = self._own_number()
         several = launch.config.max_nodes > 1
@@ -317,7 +319,7 @@ class Agent:
         """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
         self._record.attempt = plan.attempt
         self._record.at_node(round_.node)
-        self._learnt = Learnt(self._record)
+        self._learnt = Learnt(self._record, self._proofs, self._proved)
         self._learnt.passed(self._committed)
         self._took_part = True
         begin = self._begin_message(round_, plan)
@@ -380,6 +382,7 @@ class Agent:
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
             place, self._worker_settings(round_, plan),
         )  # fmt: skip
+        self._proofs.started(time.monotonic())
         self._keeper.workers_started(group.pids)
         points.reach("agent.workers.after_start")
         self._record.say(
@@ -440,10 +443,34 @@ class Agent:
             decision = late
         else:
             case = Case(plan, ends, end, self._began, self._failed, self._meeting.waiting())
+            ended = time.monotonic()
             decision = self._responder.answer(case, self._more)
+            self._try_to_prove(decision, ended)
         if decision.action == "restart" and not end.members_changed:
             self._restarts += 1
         return decision
+
+    def _try_to_prove(self, decision: Decision, ended: float) -> None:
+        if decision.action == "restart" and decision.incident is not None:
+            self._proofs.begin(
+                decision.incident, since=self._failed, failed=self._failed, ended=ended,
+                decided=time.monotonic(),
+            )  # fmt: skip
+
+    def _proved(self, step: int) -> None:
+        """``step`` is committed: what waited for it is proved (F7)."""
+        results = self._proofs.committed(step, time.monotonic(), self._chronicle.stamp())
+        self._conclude(results)
+
+    def _conclude(self, results: list[ResultRecord]) -> None:
+        for result in results:
+            self._chronicle.note(result)
+            how = "is over: a step past it is committed" if result.success else "was not got over"
+            self._record.say(
+                "incident.ended", f"incident {result.incident} {how}", level="debug",
+                **{name: value for name, value in msgspec.structs.asdict(result).items()
+                   if name not in ("at", "attempt", "sequence")},
+            )  # fmt: skip
 
     def _parting(self, plan: Plan, decision: Decision) -> tuple[int, ...]:
         if decision.record is None or decision.action == "stop":
@@ -465,8 +492,7 @@ class Agent:
         going_on = decision.action == "restart"
         self._record.say(
             "attempt.ended",
-            f"attempt {plan.attempt} ended: {decision.reason}"
-            + ("; restarting" if going_on else ""),
+            f"attempt {plan.attempt} ended: {_why(decision)}" + ("; restarting" * going_on),
             level="info" if going_on else "debug",  # what follows says it again
             action=decision.action, exit_code=decision.exit_code, reason=decision.reason,
         )  # fmt: skip
@@ -488,6 +514,8 @@ class Agent:
         )  # fmt: skip
         if self._launch.temporary_logs and not self._failures:
             shutil.rmtree(self._launch.temporary_logs, ignore_errors=True)
+        if decision.exit_code not in (exits.FINISHED, exits.PREEMPTED):
+            self._conclude(self._proofs.give_up(self._chronicle.stamp()))
         self._keeper.leave()
         self._owner.release()
         self._meeting.leave(for_good=decision.exit_code != exits.PREEMPTED)
@@ -584,6 +612,11 @@ def exit_code_of(error: EverstepError) -> int:
     if error.blame == "user":
         return exits.USAGE
     return exits.NO_STORE if isinstance(error, StoreError) else exits.FAILED
+
+
+def _why(decision: Decision) -> str:
+    """The reason without the failure, which was told before."""
+    return decision.record.rung.why if decision.record is not None else decision.reason
 
 
 def _name_of(entry: NodeEntry) -> str:

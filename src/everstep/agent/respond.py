@@ -138,7 +138,7 @@ class Responder:
                 self._say_incident(incident)
             return None
         self._say(made, incident)
-        return _decision(made)
+        return _decision(made, incident)
 
     # -- the parts of an answer
 
@@ -203,7 +203,7 @@ class Responder:
         """Write first (F6), then say, then it is done."""
         self._chronicle.write(response.records)
         self._say(response.decision, incident)
-        return _decision(response.decision)
+        return _decision(response.decision, incident)
 
     def _say(self, made: DecisionRecord, incident: IncidentRecord | None) -> None:
         if incident is not None:
@@ -232,10 +232,12 @@ class Responder:
         )  # fmt: skip
 
 
-def _decision(made: DecisionRecord) -> Decision:
+def _decision(made: DecisionRecord, incident: IncidentRecord | None = None) -> Decision:
     if made.stops:
-        return Decision("stop", made.exit_code, made.reason, record=made)
-    return Decision("restart", 0, made.reason, delay=made.rung.delay, record=made)
+        return Decision("stop", made.exit_code, made.reason, record=made, incident=incident)
+    return Decision(
+        "restart", 0, made.reason, delay=made.rung.delay, record=made, incident=incident
+    )
 
 
 def _differs(verdict: Verdict, before: Verdict) -> bool:

@@ -10,6 +10,7 @@ import math
 import select
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from everstep.agent.decide import WorkerEnd, describe, peaceful
 from everstep.agent.keeper import NodeKeeper
 from everstep.agent.line import SILENT_SECONDS
 from everstep.agent.owner import Owner
+from everstep.agent.proof import Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Meeting, NodeEnd, Round
 from everstep.agent.signals import Signals
@@ -32,6 +34,8 @@ from everstep.keeper.wire import Fatal, Report
 
 EVIDENCE_SECONDS = 0.3
 """After a worker failed by itself: what the others say of it in this time is kept."""
+STEP_SECONDS = 0.05
+"""Between two looks for the first new step after a restart."""
 PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
 
@@ -48,10 +52,12 @@ class Provisional(Protocol):
 
 
 class Learnt:
-    """What the keeper's messages tell of one attempt."""
+    """What the keeper's messages tell of one attempt, and of incidents before it (``proofs``)."""
 
-    def __init__(self, record: Recorder) -> None:
+    def __init__(self, record: Recorder, proofs: Proofs, proved: Callable[[int], None]) -> None:
         self._record = record
+        self.proofs = proofs
+        self._proved = proved
         self.restored = -1
         self.reached = -1
         self.committed = -1
@@ -78,6 +84,7 @@ class Learnt:
             if event.facts.get("source") != "fresh":
                 self.restored = max(self.restored, step)
             self._began = event.mono
+            self.proofs.restored(self.restored, str(event.facts.get("source")), event.mono)
         elif event.kind == "snapshot.complete":
             self.attached = True
             self.reached = max(self.reached, step)
@@ -93,6 +100,7 @@ class Learnt:
     def _commit(self, step: int, mono: float) -> None:
         """Count the part of the time since the restore that led to new committed steps."""
         self.committed = max(self.committed, step)
+        self._proved(step)
         new = step - max(self._passed, self.restored, 0)
         done = step - max(self.restored, 0)
         if self._began and new > 0 and done > 0:
@@ -165,7 +173,7 @@ class Supervision:
     def end(self) -> NodeEnd:
         """What this node has to say of the attempt."""
         learnt = self._learnt
-        steps = self._keeper.finished_steps(self._record.attempt, list(self._workers.pids))
+        steps = self._steps()
         return NodeEnd(
             workers=tuple((w.rank, w.code, w.by_everstep) for w in self._workers.ended),
             restored=learnt.restored, reached=learnt.reached, attached=learnt.attached,
@@ -173,6 +181,10 @@ class Supervision:
             members_changed=self._members_changed, committed=learnt.committed,
             useful=learnt.useful, steps=steps, finished=min(steps.values(), default=-1),
         )  # fmt: skip
+
+    def _steps(self) -> dict[int, int]:
+        """The newest step that each rank of this node has finished."""
+        return self._keeper.finished_steps(self._record.attempt, list(self._workers.pids))
 
     # -- waiting
 
@@ -188,11 +200,15 @@ class Supervision:
         due = min(self._kill_at, next_look, self._tending.due, self._provisional.due)
         if self._workers.must_be_polled:
             due = min(due, now + self._listen_every)
+        if self._learnt.proofs.waits_for_step:
+            due = min(due, now + STEP_SECONDS)
         waiting.poll(max(0.0, due - now) * 1000 if due < math.inf else None)
 
     def _look(self) -> None:
         now = time.monotonic()
         self._tending.look(now)
+        if self._learnt.proofs.waits_for_step:
+            self._learnt.proofs.stepped(min(self._steps().values(), default=-1), now)
         for ended in self._workers.collect():
             self._on_end(ended, now)
         for number in self._signals.take():
@@ -299,8 +315,7 @@ class Supervision:
 
     def _stands_still(self, now: float) -> bool:
         """Whether no step was finished here for as long: an agent that hangs alone harms nobody."""
-        steps = self._keeper.finished_steps(self._record.attempt, list(self._workers.pids))
-        step = min(steps.values(), default=-1)
+        step = min(self._steps().values(), default=-1)
         if step != self._step:
             self._step, self._moved_at = step, now
         return now - self._moved_at >= SILENT_SECONDS

@@ -35,8 +35,8 @@ MEANING: dict[int, str] = {
     REFUSED: "the job cannot go on as it was started (what the script says to everstep, world "
     "size, state names, loader); a restart would not help",
     OWNED: "another live agent runs this job (EVS-501)",
-    NO_PROGRESS: "a budget of restarts is used up: three attempts in a row got no further, say; do not "
-    "requeue (EVS-502)",
+    NO_PROGRESS: "a budget of restarts is used up: three attempts in a row got no further, say; do "
+    "not requeue (EVS-502)",
     REPEATED: "the same failure came again at the same step: change the code, the data or the "
     "configuration; do not requeue (EVS-504)",
     LEFT_OUT: "this node was taken out of the job, which goes on without it: it failed, or "
