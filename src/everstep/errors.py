@@ -217,6 +217,13 @@ class RepeatedFailure(AgentError):
     blame: ClassVar[Blame] = "user"
 
 
+class RendezvousLost(AgentError):
+    """The agents of the job do not hear of each other any more."""
+
+    code: ClassVar[str] = "EVS-505"
+    retryable: ClassVar[bool] = True
+
+
 class AttemptLived(AgentError):
     """The attempt's number belongs to one that was lived through already, in memory."""
 

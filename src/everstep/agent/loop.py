@@ -41,6 +41,7 @@ from everstep.agent.rendezvous import (
     NodeEntry,
     Plan,
     Round,
+    found_again,
 )
 from everstep.agent.respond import Responder, newer
 from everstep.agent.signals import Interrupted, Signals
@@ -59,6 +60,7 @@ from everstep.errors import (
     JobOwned,
     KeeperError,
     NoRecoveryPoint,
+    RendezvousLost,
     RestoreError,
     StoreError,
 )
@@ -66,6 +68,9 @@ from everstep.faults.history import DecisionRecord, ResultRecord
 from everstep.faults.records import Signal
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
+
+MEET_SECONDS = 0.2
+"""Between two tries to find the rendezvous again."""
 
 
 class Agent:
@@ -112,7 +117,10 @@ class Agent:
         be run at all."""
         try:
             while True:
-                decision = self._attempt()
+                try:
+                    decision = self._attempt()
+                except RendezvousLost as lost:
+                    decision = self._meet_anew(lost)
                 if decision.action == "restart":
                     self._next = decision.record
                     decision = self._rest(decision)
@@ -120,6 +128,29 @@ class Agent:
                     return self._stop(decision)
         finally:
             self._close()
+
+    def _meet_anew(self, lost: RendezvousLost) -> Decision:
+        """The agent that held the rendezvous is gone: wait for one in its place, with what the
+        keeper holds. Raises ``lost`` where this agent has no part in the job yet, or none comes."""
+        if self._meeting.alone or not self._took_part:
+            raise lost
+        self._record.say(
+            "rendezvous.lost", f"{lost.what} Waiting for it to come back.", level="warning"
+        )
+        self._owner.release()
+        self._meeting.close()
+        self._same_nodes, deadline = False, time.monotonic() + self._meeting.patience
+        looking = found_again(self._launch.config)
+        while True:
+            if select.select([self._signals], [], [], MEET_SECONDS)[0]:
+                return self._interrupted()
+            if looking.done() and looking.exception() is None:
+                self._meeting = looking.result()
+                return Decision("restart", 0, "the rendezvous is back")
+            if time.monotonic() >= deadline:
+                raise lost
+            if looking.done():
+                looking = found_again(self._launch.config)
 
     def _rest(self, decision: Decision) -> Decision:
         """Wait before the next attempt, where that was decided; a signal ends it."""
@@ -427,9 +458,9 @@ class Agent:
         except Interrupted:
             return self._interrupted()
         except RuntimeError as gone:  # torch's store: its host, the leader's agent, is dead
-            raise AgentError(
+            raise RendezvousLost(
                 f"the leader of the job (node 0) cannot be reached: {gone}.",
-                hint="Start the job again on all nodes; it goes on from the newest state.",
+                hint="Start its agent again, or another one in its place.",
             ) from gone
 
     def _decide(self, plan: Plan, ends: dict[int, NodeEnd]) -> Decision:
