@@ -83,6 +83,15 @@ def test_signals_get_the_node_and_both_clocks(watching: Callable[..., NodeWatch]
     assert timed([signal], started=48.0)[0].time == 2.0
 
 
+def test_what_is_old_is_not_given_any_more(watching: Callable[..., NodeWatch]) -> None:
+    source, clock = Said(), SetClock()
+    watch = watching(source, clock=clock, most_age=60.0)
+    source.texts = ["old \udcff name"]
+    until(lambda: texts(watch) == ["old ? name"], "the signal, as text that can be stored")
+    clock.pass_(61.0)
+    assert not [text for text in texts(watch) if text.startswith("old")]
+
+
 def test_since_gives_what_arrived_since(watching: Callable[..., NodeWatch]) -> None:
     source, clock = Said(), SetClock(mono=50.0)
     watch = watching(source, clock=clock)
@@ -132,7 +141,7 @@ def test_f5_a_source_that_hangs_is_told_once_and_when_it_is_back(
         "no look at it came back for 11 s"
     ]
     assert watch.states() == {"said": "late"}
-    clock.pass_(100.0)
+    clock.pass_(nodes.REMIND_SECONDS / 2)
     assert len(watch.since()) == 1
     assert watch.gather(20.0) == ("said",), "and it is not waited for"
     source.goes_on.set()
@@ -185,6 +194,22 @@ def test_f5_a_source_that_never_was_there_is_only_named(
     ]
 
 
+def test_f5_an_incident_is_told_which_sources_it_lacks(
+    watching: Callable[..., NodeWatch],
+) -> None:
+    source, clock = Said(every=3600.0), SetClock()
+    source.blind = "it is not there"
+    watch = watching(source, clock=clock)
+    until(lambda: len(watch.since()) == 1, "the first word of it")
+    watch.gather(20.0)
+    assert len(watch.since()) == 1, "that was just told"
+    clock.pass_(nodes.REMIND_SECONDS + 1.0)
+    watch.gather(20.0)
+    first, again = watch.since()
+    assert first.text == again.text
+    assert again.mono == clock.mono()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_f5_a_thread_that_died_is_told(watching: Callable[..., NodeWatch]) -> None:
     source = Said()
@@ -223,7 +248,10 @@ def test_a_source_may_come_and_go(watching: Callable[..., NodeWatch]) -> None:
     assert watch.states().keys() == {"said-1"}
 
 
-def test_close_leaves_only_what_hangs(watching: Callable[..., NodeWatch]) -> None:
+def test_close_leaves_only_what_hangs(
+    watching: Callable[..., NodeWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "CLOSE_SECONDS", 0.05)
     stuck, well = Said("said-stuck"), Said("said-well", every=3600.0)
     stuck.goes_on.clear()
     watch = watching(stuck, well)

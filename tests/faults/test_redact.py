@@ -55,6 +55,10 @@ HIDDEN = (
     ("correct horse", '{{"password": "{}", "user": "me"}}'),
     ("hunter2", "password: {}"),
     ("hunter2", "db_password={} host=db"),
+    ("hunter2", "Server=db;Uid=me;Pwd={};"),
+    ("hunter2", "DB_PWD={}"),
+    ("12345678", "password={}"),
+    ("12345678901234", "auth_token: {}"),
     (ANY, '"client_secret": "{}"'),
     (ANY, "api_key => '{}'"),
     (ANY, "access_token={}&expires_in=3600"),
@@ -95,6 +99,10 @@ ORDINARY = (
     "100%|██████████| 512/512 [00:10<00:00, 51.2it/s, loss=2.31, lr=3e-4]",
     "Checkpoint saved: /ckpt/step_000123/model-00001-of-00004.safetensors (sha1 "
     "da39a3ee5e6b4b0d3255bfef95601890afd80709)",
+    "PWD=/home/user OLDPWD=/ SHELL=/bin/sh",
+    "storage_key=__0_0.distcp relative_path=x user_token: 512 id_token=151643",
+    "/etc/passwd: not readable; /run/secrets/db_password: not there",
+    "a=1;code=2;key=3;sig=15 state key: layers.0 primary key=id",
     "a" * 64 + " " + "0123456789abcdef" * 4,
 )
 

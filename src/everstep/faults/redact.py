@@ -23,9 +23,12 @@ ROUNDS = 4
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_WORD = (
+    r"(?:[a-z0-9_.-]*[_.-])?(?:password|passwd|passphrase)|[a-z0-9_.-]*[a-z0-9][_.-]pwd|(?-i:Pwd)"
+)
+"""Names, in any case, of passwords. PWD by itself is a folder."""
 _NAME = (
-    r"(?:[a-z0-9_.-]*[_.-])?(?:password|passwd|passphrase|pwd)"
-    r"|(?:[a-z0-9_.-]*[_.-])?(?:api|secret|private|encryption|signing|storage|account|subscription"
+    r"(?:[a-z0-9_.-]*[_.-])?(?:api|secret|private|encryption|signing|account|subscription"
     r"|access|secret[_-]?access|shared[_-]?access)[_-]?key(?:[_-]?id)?"
     r"|(?:[a-z0-9_.-]*[_.-])?(?:client|app|webhook|shared|jwt|oauth|consumer|token)[_-]?secret"
     r"|(?:[a-z0-9_.-]*[_.-])?(?:access|auth|refresh|id|session|security|bearer|api|oauth|csrf"
@@ -33,7 +36,7 @@ _NAME = (
     r"|registry)[_-]?token"
     r"|shared[_-]?access[_-]?signature|x-vault-token|x-amz-security-token|x-auth-token"
 )
-"""Names, in any case, whose value is a secret."""
+"""Names, in any case, of other secrets."""
 _ENV = r"[A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|KEY|PASS|PAT|CREDENTIALS?)|TOKEN|SECRET|PASS"
 """Names of environment variables whose value is one where it looks like one."""
 _QUERY = (
@@ -47,7 +50,9 @@ _SETS = r"""\\?['"]?(?:=|:\s*|\s*=>\s*|\\?['"]\s*[:,]\s*)"""
 """Between a name and its value: of a shell, of YAML, of JSON, of a tuple's text."""
 _PEM = r"(?:\\[nr]|\s)*"
 _LIMIT = r"(?:[^A-Za-z0-9_]|^)"
-"""What stands before a token. RE2 has no look-behind; ``\b`` would not do behind a hyphen."""
+"""What stands before a token: RE2 has no look-behind."""
+_FREE = r"(?:[^A-Za-z0-9_/]|^)"
+"""What stands before a name: a file may be named for what is in it."""
 
 _KEPT = frozenset(("none", "null", "true", "false", "nil", "undefined", "yes", "no", "unset"))
 _TRIVIAL = frozenset("*x.-#?")
@@ -70,6 +75,12 @@ def _said(value: str) -> bool:
     """A value that says something."""
     bare = value.strip("\"' ")
     return len(bare) > 1 and bare.lower() not in _KEPT and not set(bare) <= _TRIVIAL
+
+
+def _secret(value: str) -> bool:
+    """A value that says something, and is no count or index."""
+    bare = value.strip("\"' ")
+    return _said(value) and not (bare.isdigit() and len(bare) < 10)
 
 
 def _env(value: str) -> bool:
@@ -115,7 +126,7 @@ _RULES: tuple[_Rule, ...] = (
     # Addresses: passwords, users that are tokens, signatures.
     _Rule(r"(?i)[a-z][a-z0-9+.-]*://[^\s/@:'\"<>]*:([^\s/'\"<>]+)@"),
     _Rule(r"(?i)https?://([^\s/@:'\"<>\[\]]+)@"),
-    _Rule(rf"(?i)[?&;](?:{_QUERY})=([^&\s'\"<>()\[\]]+)"),
+    _Rule(rf"(?i)(?:[?&]|&amp;)(?:{_QUERY})=([^&\s'\"<>()\[\]]+)"),
     _Rule(r"(?i)\bSignature=([A-Za-z0-9+/%=_-]{40,})"),
     # Headers and flags.
     _Rule(
@@ -131,8 +142,9 @@ _RULES: tuple[_Rule, ...] = (
         _env,
     ),
     # name=value, name: value, "name": "value".
-    _Rule(rf"(?i){_LIMIT}(?:{_NAME}){_SETS}({_VALUE})", _said),
-    _Rule(rf"(?i){_LIMIT}(?:{_NAME}) = ({_VALUE})", _code),
+    _Rule(rf"(?i){_FREE}(?:{_WORD}){_SETS}({_VALUE})", _said),
+    _Rule(rf"(?i){_FREE}(?:{_NAME}){_SETS}({_VALUE})", _secret),
+    _Rule(rf"(?i){_FREE}(?:{_WORD}|{_NAME}) = ({_VALUE})", _code),
     _Rule(rf"{_LIMIT}(?:{_ENV})['\"]?(?:=|:\s+|\s*=>\s*)({_VALUE})", _env),
 )
 

@@ -62,7 +62,7 @@ class Journal(Source):
         self._cursor = entries[-1].cursor
 
     def _ask(self, *more: str) -> list[_Entry]:
-        command = [self._program, "--dmesg", "--no-pager", "--output", "json", *more]
+        command = [self._program, "--dmesg", "--all", "--no-pager", "--output", "json", *more]
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, check=False,

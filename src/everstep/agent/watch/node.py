@@ -29,6 +29,8 @@ AGAIN_SECONDS = 1.0
 stopped for a while, all looks seem late until their threads have run."""
 CLOSE_SECONDS = 1.0
 """How long :meth:`NodeWatch.close` waits for threads; one that hangs is left behind."""
+REMIND_SECONDS = 60.0
+"""After which :meth:`NodeWatch.gather` tells again which sources are not read."""
 OWN = "agent"
 """The ring of the signals about sources."""
 
@@ -53,7 +55,9 @@ class NodeWatch:
         self._node = node
         self._clock = clock or SystemClock()
         self._bounds = (most_bytes, most_age)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._answer = threading.Condition(self._lock)
         self._own = Ring(*self._bounds)
         self._watched: dict[str, _Watched] = {}
         for source in sources:
@@ -66,20 +70,22 @@ class NodeWatch:
         one.thread = threading.Thread(
             target=self._serve, args=(one,), name=f"everstep-watch-{source.name}", daemon=True
         )
-        self._watched[source.name] = one
+        with self._lock:
+            self._watched[source.name] = one
         one.thread.start()
 
     def drop(self, name: str) -> None:
         """Look at a source no more, and forget its signals. Waits for nothing."""
-        with self._changed:
+        with self._lock:
             self._watched.pop(name).stopped = True
-            self._changed.notify_all()
+            self._work.notify_all()
 
     def since(self, mono: float = -math.inf) -> tuple[Signal, ...]:
         """The signals that arrived at ``mono`` (CLOCK_MONOTONIC) or later, in the order of their
         arrival. A signal's own ``mono`` may be earlier: kernels stamp their lines themselves."""
-        with self._changed:
+        with self._lock:
             self._check()
+            mono = max(mono, self._clock.mono() - self._bounds[1])
             rings = [self._own, *(one.ring for one in self._watched.values())]
             kept = [
                 (arrived, index, number, signal)
@@ -93,31 +99,32 @@ class NodeWatch:
         """Have every source look now, and wait at most ``seconds`` for that: evidence before the
         kill. What still holds is told anew. Gives the names of the sources that did not answer."""
         until = time.monotonic() + seconds
-        with self._changed:
+        with self._lock:
             self._check()
             asked = [one for one in self._watched.values() if one.state not in ("late", "dead")]
             for one in asked:
                 one.asked += 1
-            self._changed.notify_all()
-            self._changed.wait_for(
+            self._work.notify_all()
+            self._answer.wait_for(
                 lambda: all(one.answered >= one.asked or one.state == "dead" for one in asked),
                 max(0.0, until - time.monotonic()),
             )
+            self._remind()
             answered = {one.source.name for one in asked if one.answered >= one.asked}
         return tuple(name for name in self._watched if name not in answered)
 
     def states(self) -> dict[str, State]:
         """How each source does now."""
-        with self._changed:
+        with self._lock:
             self._check()
             return {name: one.state for name, one in self._watched.items()}
 
     def close(self) -> None:
         """Look at nothing any more. A thread that hangs ends with the process."""
-        with self._changed:
+        with self._lock:
             for one in self._watched.values():
                 one.stopped = True
-            self._changed.notify_all()
+            self._work.notify_all()
         until = time.monotonic() + CLOSE_SECONDS
         for one in self._watched.values():
             assert one.thread is not None, "a source is watched from its thread's start on"
@@ -134,12 +141,12 @@ class NodeWatch:
         finally:
             error = sys.exception()
             if error is not None:  # the interpreter prints it: it is a bug of the source's
-                with self._changed:
+                with self._lock:
                     self._becomes(one, "dead", f"by an error of its own ({type(error).__name__})")
-                    self._changed.notify_all()
+                    self._answer.notify_all()
 
     def _look(self, one: _Watched) -> None:
-        with self._changed:
+        with self._lock:
             one.busy_since = self._clock.mono()
             asked = one.asked
         try:
@@ -153,19 +160,17 @@ class NodeWatch:
             why = error.reason if isinstance(error, Blind) else reason_of(error)
         mono, wall = self._clock.mono(), self._clock.wall()
         stamped = [redacted(_stamped(signal, self._node, mono, wall)) for signal in found]
-        with self._changed:
+        with self._lock:
             for signal in stamped:
                 one.ring.add(mono, signal)
             one.answered = asked
             one.busy_since, one.due = None, mono + one.source.every
             self._becomes(one, state, why)
-            self._changed.notify_all()
+            self._answer.notify_all()
 
     def _rest(self, one: _Watched) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: one.stopped or one.asked > one.answered, one.source.every
-            )
+        with self._lock:
+            self._work.wait_for(lambda: one.stopped or one.asked > one.answered, one.source.every)
 
     # -- signals about the sources, under the lock
 
@@ -184,10 +189,22 @@ class NodeWatch:
     def _becomes(self, one: _Watched, state: State, why: str) -> None:
         text = word(one.source.name, one.state, state, why)
         one.state = state
+        if text:
+            one.word = redact(text)
         if text and not one.stopped:
-            mono = self._clock.mono()
-            about = Signal("agent", redact(text))
-            self._own.add(mono, _stamped(about, self._node, mono, self._clock.wall()))
+            self._tell(one)
+
+    def _remind(self) -> None:
+        """Of the sources that are not read, where it was told long ago: the incident lacks them."""
+        now = self._clock.mono()
+        for one in self._watched.values():
+            if one.state in ("blind", "late", "dead") and now - one.told_at > REMIND_SECONDS:
+                self._tell(one)
+
+    def _tell(self, one: _Watched) -> None:
+        mono = one.told_at = self._clock.mono()
+        about = Signal("agent", one.word)
+        self._own.add(mono, _stamped(about, self._node, mono, self._clock.wall()))
 
     def _left_out(self, mono: float) -> list[Signal]:
         told = []
@@ -214,6 +231,8 @@ class _Watched:
         self.busy_since: float | None = None
         self.due = now
         self.suspect_at: float | None = None
+        self.word = ""
+        self.told_at = now
 
     @property
     def patience(self) -> float:
@@ -250,6 +269,7 @@ def _stamped(signal: Signal, node: str, mono: float, wall: float) -> Signal:
     seen = mono if signal.mono is None else signal.mono
     return msgspec.structs.replace(
         signal,
+        text=signal.text.encode("utf-8", "replace").decode(),  # names of files may be any bytes
         node=node if signal.node is None else signal.node,
         mono=seen,
         wall=wall - (mono - seen) if signal.wall is None else signal.wall,
