@@ -90,6 +90,23 @@ def test_a_memory_kill_names_the_rank_that_was_killed(tmp_path: Path, mine: Path
     )  # fmt: skip
 
 
+def test_a_memory_kill_names_it_where_the_kernel_numbers_processes_otherwise() -> None:
+    """In a container: the kernel's numbers are the host's."""
+    killed = [
+        "python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,"
+        "oom_memcg=/a,task_memcg=/a,task=python,pid=918273,uid=0",
+        "Memory cgroup out of memory: Killed process 918273 (python) total-vm:422116kB",
+    ]
+    signals = [
+        *(Signal("kernel", text, node="n-1", time=10.0) for text in killed),
+        Signal("exit", "killed by signal 9 (pid 41)", 1, "n-1", 10.1, exit_code=-9),
+        Signal("exit", "killed by signal 9 (pid 40)", 0, "n-1", 10.3, exit_code=-9, ours=True),
+    ]
+    verdict = judge(Incident("a", tuple(signals), {"n-1": (0, 1)}), load())
+    assert (verdict.fault, verdict.root_ranks) == ("HOST_OOM_KILL", (1,))
+
+
 def test_refused_processes_are_a_limit(tmp_path: Path, mine: Path) -> None:
     mine.write_text("0::/\n")
     second(tmp_path, refused=1)

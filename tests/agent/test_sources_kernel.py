@@ -154,6 +154,19 @@ def test_a_file_that_comes_later_is_new_from_its_beginning(tmp_path: Path) -> No
     tail.close()
 
 
+def test_a_pipe_may_stand_for_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    source = KernelFile(path, SetClock())
+    assert list(source.look()) == []
+    writer = os.open(path, os.O_WRONLY)
+    for text in ("one", "two"):
+        os.write(writer, f"{text}\n".encode())
+        assert [signal.text for signal in source.look()] == [text]
+    os.close(writer)
+    source.close()
+
+
 def test_bytes_that_are_no_text_hide_nothing(log: Path) -> None:
     source = KernelFile(log, SetClock())
     source.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import string
 
 import pytest
@@ -185,6 +186,14 @@ def test_a_hostile_text_takes_no_longer_than_it_is_long() -> None:
     for piece in ("a@", "password=", "-----BEGIN PRIVATE KEY-----", "eyJ", "://:", "?sig=", '"'):
         text = piece * (200_000 // len(piece))
         assert redact(redact(text)) == redact(text)
+
+
+def test_a_long_text_hides_nothing() -> None:
+    rng = random.Random(7)
+    text = "".join(rng.choices(string.printable, k=200_000))
+    found = redact(f"{text}\nHF_TOKEN={ANY}\n{text[:1000]}")
+    assert f"\nHF_TOKEN={GONE}\n" in found
+    assert ANY not in found
 
 
 def test_text_that_is_no_utf8_hides_nothing() -> None:

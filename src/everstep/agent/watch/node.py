@@ -41,12 +41,13 @@ thread ended by an error of its own."""
 
 class NodeWatch:
     """Looks at ``sources`` until :meth:`close`. ``node`` is the name that signals get which have
-    none. ``most_bytes`` and ``most_age`` (seconds) bound what is kept of each source."""
+    none; None leaves it to whoever takes them. ``most_bytes`` and ``most_age`` (seconds) bound what
+    is kept of each source."""
 
     def __init__(
         self,
         sources: Iterable[Source],
-        node: str,
+        node: str | None,
         clock: Clock | None = None,
         *,
         most_bytes: int = MOST_BYTES,
@@ -265,7 +266,7 @@ def timed(signals: Iterable[Signal], started: float) -> tuple[Signal, ...]:
     )  # fmt: skip
 
 
-def _stamped(signal: Signal, node: str, mono: float, wall: float) -> Signal:
+def _stamped(signal: Signal, node: str | None, mono: float, wall: float) -> Signal:
     seen = mono if signal.mono is None else signal.mono
     return msgspec.structs.replace(
         signal,
