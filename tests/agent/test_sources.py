@@ -39,10 +39,10 @@ class Said(Source):
         assert self.goes_on.wait(60)
         if self.error:
             raise self.error
+        texts, self.texts = self.texts, []
+        yield from (Signal("kernel", text) for text in texts)
         if self.blind:
             raise Blind(self.blind)
-        texts, self.texts = self.texts, []
-        return [Signal("kernel", text) for text in texts]
 
     def standing(self) -> Iterable[Signal]:
         return [Signal("kernel", text) for text in self.holds]
@@ -179,6 +179,21 @@ def test_f5_losing_a_source_is_a_signal(watching: Callable[..., NodeWatch]) -> N
         "watch: the source said gives signals again",
     ]
     assert {signal.source for signal in watch.since()} == {"agent"}
+
+
+def test_what_a_source_gave_before_it_was_lost_is_kept(
+    watching: Callable[..., NodeWatch],
+) -> None:
+    source = Said(every=3600.0)
+    watch = watching(source)
+    until(lambda: watch.states() == {"said": "seeing"}, "it sees")
+    source.texts, source.blind = ["its last words"], "it is not there"
+    watch.gather(20.0)
+    assert sorted(texts(watch)) == [
+        "its last words",
+        "watch: the source said stopped giving signals, what it would show is not seen: "
+        "it is not there",
+    ]
 
 
 def test_f5_a_source_that_never_was_there_is_only_named(

@@ -84,7 +84,7 @@ def test_stamps_of_a_clock_that_runs_apart_are_set_right() -> None:
 
 def test_a_device_that_is_not_there_is_blind(tmp_path: Path) -> None:
     with pytest.raises(Blind, match="kmsg is not there"):
-        Kmsg(tmp_path / "kmsg", SetClock()).look()
+        list(Kmsg(tmp_path / "kmsg", SetClock()).look())
 
 
 # -- a file
@@ -134,6 +134,24 @@ def test_between_the_steps_of_a_rotation_nothing_is_lost(log: Path) -> None:
     tail.close()
 
 
+def test_what_was_read_before_a_file_vanished_is_given(log: Path) -> None:
+    tail = Tail(log)
+    assert list(tail.lines()) == []
+    append(log, "one\n")
+    log.rename(log.with_suffix(".1"))
+    log.symlink_to(tmp := log.with_suffix(".2"))
+    assert list(tail.lines()) == ["one"]
+    log.unlink()
+    log.mkdir()
+    append(log.with_suffix(".1"), "two\n")
+    found = []
+    with pytest.raises(OSError):
+        found.extend(tail.lines())
+    assert found == ["two"]
+    assert not tmp.exists()
+    tail.close()
+
+
 def test_a_file_that_was_cut_is_read_from_its_beginning(log: Path) -> None:
     tail = Tail(log)
     assert list(tail.lines()) == []
@@ -169,7 +187,7 @@ def test_a_pipe_may_stand_for_the_file(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_text_hide_nothing(log: Path) -> None:
     source = KernelFile(log, SetClock())
-    source.look()
+    assert list(source.look()) == []
     with log.open("ab") as file:
         file.write(b"\xff\xfe " + XID.encode() + b"\n")
     (signal,) = source.look()
@@ -230,7 +248,7 @@ def test_of_several_ways_the_first_that_works_is_kept(tmp_path: Path) -> None:
     ways: list[Source] = [Kmsg(device, SetClock()), KernelFile(file, SetClock())]
     source = Kernel(ways)
     with pytest.raises(Blind, match=r"kmsg is not there; .*kernel.log is not there"):
-        source.look()
+        list(source.look())
     file.write_text("")
     assert list(source.look()) == []
     append(file, "one\n")

@@ -65,6 +65,8 @@ HIDDEN = (
     (ANY, "access_token={}&expires_in=3600"),
     (ANY, 'api_key = "{}"'),
     (ANY, "train.py --hub-token {} --steps 5"),
+    ("hunter2", "tool --db-password {} -v"),
+    (ANY, "env TOKEN={} train.py"),
     (ANY, "('secret_key', '{}')"),
 )
 
@@ -103,6 +105,7 @@ ORDINARY = (
     "PWD=/home/user OLDPWD=/ SHELL=/bin/sh",
     "storage_key=__0_0.distcp relative_path=x user_token: 512 id_token=151643",
     "/etc/passwd: not readable; /run/secrets/db_password: not there",
+    "PASS: tests/faults/test_redact.py::test_1234 SECRET: of the loop",
     "a=1;code=2;key=3;sig=15 state key: layers.0 primary key=id",
     "a" * 64 + " " + "0123456789abcdef" * 4,
 )

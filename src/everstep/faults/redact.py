@@ -37,7 +37,7 @@ _NAME = (
     r"|shared[_-]?access[_-]?signature|x-vault-token|x-amz-security-token|x-auth-token"
 )
 """Names, in any case, of other secrets."""
-_ENV = r"[A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|KEY|PASS|PAT|CREDENTIALS?)|TOKEN|SECRET|PASS"
+_ENV = r"[A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|KEY|PASS|PAT|CREDENTIALS?)"
 """Names of environment variables whose value is one where it looks like one."""
 _QUERY = (
     r"X-Amz-Signature|X-Amz-Credential|X-Amz-Security-Token|X-Goog-Signature|X-Goog-Credential"
@@ -136,9 +136,9 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(r"(?i)\bauthorization['\"]?\s*[:=]\s*['\"]?([^\s'\",\[\]]{12,})", _mixed),
     _Rule(r"(?i)\bbearer\s+([A-Za-z0-9._~+/=-]{12,})", _mixed),
     _Rule(r"(?i)\b(?:set-)?cookie['\"]?:\s*['\"]?([^\s'\"=;,]+=[^\s'\";]+)"),
+    _Rule(rf"(?i)--(?:[a-z0-9]+-)*(?:password|passwd)(?:=|\s+)({_VALUE})", _said),
     _Rule(
-        r"(?i)--(?:[a-z0-9]+-)*(?:password|passwd|token|api-?key|secret|access-key|secret-key)"
-        rf"(?:=|\s+)({_VALUE})",
+        rf"(?i)--(?:[a-z0-9]+-)*(?:token|api-?key|secret|access-key|secret-key)(?:=|\s+)({_VALUE})",
         _env,
     ),
     # name=value, name: value, "name": "value".
@@ -146,6 +146,7 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(rf"(?i){_FREE}(?:{_NAME}){_SETS}({_VALUE})", _secret),
     _Rule(rf"(?i){_FREE}(?:{_WORD}|{_NAME}) = ({_VALUE})", _code),
     _Rule(rf"{_LIMIT}(?:{_ENV})['\"]?(?:=|:\s+|\s*=>\s*)({_VALUE})", _env),
+    _Rule(rf"{_LIMIT}(?:TOKEN|SECRET)=({_VALUE})", _env),
 )
 
 

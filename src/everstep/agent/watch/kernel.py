@@ -63,12 +63,12 @@ class Kernel(Source):
         reasons = []
         for way in [self._chosen] if self._chosen else self._ways:
             try:
-                found = way.look()
+                yield from way.look()
             except Blind as blind:
                 reasons.append(blind.reason)
             else:
                 self._chosen, self.every = way, way.every
-                return found
+                return
         self._chosen, self.every = None, BLIND_EVERY
         raise Blind("; ".join(reasons))
 
@@ -121,12 +121,10 @@ class Kmsg(Source):
     def look(self) -> Iterable[Signal]:
         if self._fd < 0:
             self._open()
-        found = []
         for text in self._lines():
             signal = message(text, self._clock.mono(), self._stamps)
             if signal is not None:
-                found.append(signal)
-        return found
+                yield signal
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -173,9 +171,10 @@ class KernelFile(Source):
         self._stamps = Stamps()
 
     def look(self) -> Iterable[Signal]:
-        now = self._clock.mono()
-        found = (message(line, now, self._stamps) for line in self._tail.lines())
-        return [signal for signal in found if signal is not None]
+        for line in self._tail.lines():
+            signal = message(line, self._clock.mono(), self._stamps)
+            if signal is not None:
+                yield signal
 
     def close(self) -> None:
         self._tail.close()

@@ -112,7 +112,7 @@ class NodeWatch:
             )
             self._remind()
             answered = {one.source.name for one in asked if one.answered >= one.asked}
-        return tuple(name for name in self._watched if name not in answered)
+            return tuple(name for name in self._watched if name not in answered)
 
     def states(self) -> dict[str, State]:
         """How each source does now."""
@@ -150,14 +150,15 @@ class NodeWatch:
         with self._lock:
             one.busy_since = self._clock.mono()
             asked = one.asked
+        found: list[Signal] = []
+        state: State = "seeing"
+        why = ""
         try:
-            found = [*one.source.look()]
+            found.extend(one.source.look())  # what it gives before it fails is kept
             if asked > one.answered:
-                found += one.source.standing()
-            state: State = "seeing"
-            why = ""
+                found.extend(one.source.standing())
         except (Blind, OSError) as error:
-            found, state = [], "blind"
+            state = "blind"
             why = error.reason if isinstance(error, Blind) else reason_of(error)
         mono, wall = self._clock.mono(), self._clock.wall()
         stamped = [redacted(_stamped(signal, self._node, mono, wall)) for signal in found]

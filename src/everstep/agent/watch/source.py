@@ -37,7 +37,8 @@ class Source(ABC):
 
     @abstractmethod
     def look(self) -> Iterable[Signal]:
-        """What is new since the last look. Raises :class:`Blind`; an OSError counts as one."""
+        """What is new since the last look. Raises :class:`Blind`, and an OSError counts as one;
+        what was given before that is kept."""
 
     def standing(self) -> Iterable[Signal]:
         """What still holds from earlier looks; asked for, after a look, where evidence of an
