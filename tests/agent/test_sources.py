@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from source_fakes import SetClock, classes, until
 
@@ -81,6 +82,8 @@ def test_signals_get_the_node_and_both_clocks(watching: Callable[..., NodeWatch]
     (signal,) = watch.since()
     assert signal == Signal("kernel", "one", node="gpu-7", mono=50.0, wall=9000.0)
     assert timed([signal], started=48.0)[0].time == 2.0
+    assert timed([signal], started=60.0)[0].time == -10.0
+    assert timed([msgspec.structs.replace(signal, source="agent")], started=60.0) == ()
 
 
 def test_what_is_old_is_not_given_any_more(watching: Callable[..., NodeWatch]) -> None:
@@ -233,7 +236,7 @@ def test_f5_a_thread_that_died_is_told(watching: Callable[..., NodeWatch]) -> No
     until(lambda: watch.states() == {"said": "dead"}, "its end")
     assert texts(watch) == [
         "watch: the source said ended, what it would show is not seen: "
-        "by an error of its own (KeyError)"
+        "by an error of its own, which is on standard error"
     ]
     assert watch.gather(20.0) == ("said",)
 

@@ -77,7 +77,7 @@ ORDINARY = (
     "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
     "commit 6e2845b0c44298fc1c149afbf4c8996fb92427ae (HEAD -> main) agent: the module",
     "digest xxh3:00aabbccddeeff112233445566778899 of layers.0.attn.q_proj.weight differs",
-    "/home/user/runs/keys/private/token/secret.txt is not there",
+    "/data/runs/keys/private/token/secret.txt is not there",
     'File "/opt/app/auth/token.py", line 88, in get_token',
     "    access_token = get_token(client)",
     "    self.password = password",
@@ -102,7 +102,7 @@ ORDINARY = (
     "100%|██████████| 512/512 [00:10<00:00, 51.2it/s, loss=2.31, lr=3e-4]",
     "Checkpoint saved: /ckpt/step_000123/model-00001-of-00004.safetensors (sha1 "
     "da39a3ee5e6b4b0d3255bfef95601890afd80709)",
-    "PWD=/home/user OLDPWD=/ SHELL=/bin/sh",
+    "PWD=/data/user OLDPWD=/ SHELL=/bin/sh",
     "storage_key=__0_0.distcp relative_path=x user_token: 512 id_token=151643",
     "/etc/passwd: not readable; /run/secrets/db_password: not there",
     "PASS: tests/faults/test_redact.py::test_1234 SECRET: of the loop",

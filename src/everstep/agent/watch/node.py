@@ -140,10 +140,11 @@ class NodeWatch:
                 self._rest(one)
             one.source.close()
         finally:
-            error = sys.exception()
-            if error is not None:  # the interpreter prints it: it is a bug of the source's
+            if (
+                sys.exception() is not None
+            ):  # the interpreter prints it: it is a bug of the source's
                 with self._lock:
-                    self._becomes(one, "dead", f"by an error of its own ({type(error).__name__})")
+                    self._becomes(one, "dead", "by an error of its own, which is on standard error")
                     self._answer.notify_all()
 
     def _look(self, one: _Watched) -> None:
@@ -259,12 +260,16 @@ def word(name: str, before: State, after: State, why: str) -> str:
 
 def timed(signals: Iterable[Signal], started: float) -> tuple[Signal, ...]:
     """The signals with ``time`` as seconds since ``started`` (CLOCK_MONOTONIC of this node), which
-    is when the attempt began."""
-    return tuple(
+    is when the attempt began.
+
+    What this agent itself saw before is left out: the judge takes an agent's word of that time as
+    history of earlier attempts. What of it still holds is told anew by :meth:`NodeWatch.gather`."""
+    placed = (
         signal if signal.mono is None or signal.time is not None
         else msgspec.structs.replace(signal, time=signal.mono - started)
         for signal in signals
     )  # fmt: skip
+    return tuple(one for one in placed if one.source != "agent" or (one.time or 0.0) >= 0.0)
 
 
 def _stamped(signal: Signal, node: str | None, mono: float, wall: float) -> Signal:
