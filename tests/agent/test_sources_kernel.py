@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from source_fakes import SetClock, classes
 
+from everstep.agent.watch.follow import Follower
 from everstep.agent.watch.journal import Journal
 from everstep.agent.watch.kernel import Kernel, KernelFile, Kmsg, Stamps, message
 from everstep.agent.watch.source import Blind, Source
-from everstep.agent.watch.tail import Tail
 
 XID = "NVRM: Xid (PCI:0000:b1:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 
@@ -111,65 +111,65 @@ def test_a_file_is_read_as_it_grows(log: Path) -> None:
 
 
 def test_a_rotated_file_is_read_to_its_end_and_then_the_new_one(log: Path) -> None:
-    tail = Tail(log)
-    assert list(tail.lines()) == []
+    file = Follower(log)
+    assert list(file.lines()) == []
     append(log, "one\ntwo")
     log.rename(log.with_suffix(".1"))
     log.write_text("three\n")
-    assert list(tail.lines()) == ["one", "two", "three"]
+    assert list(file.lines()) == ["one", "two", "three"]
     append(log, "four\n")
-    assert list(tail.lines()) == ["four"]
-    tail.close()
+    assert list(file.lines()) == ["four"]
+    file.close()
 
 
 def test_between_the_steps_of_a_rotation_nothing_is_lost(log: Path) -> None:
-    tail = Tail(log)
-    assert list(tail.lines()) == []
+    file = Follower(log)
+    assert list(file.lines()) == []
     log.rename(log.with_suffix(".1"))
     append(log.with_suffix(".1"), "one\n")
-    assert list(tail.lines()) == ["one"]
+    assert list(file.lines()) == ["one"]
     append(log.with_suffix(".1"), "two\n")
     log.write_text("three\n")
-    assert list(tail.lines()) == ["two", "three"]
-    tail.close()
+    assert list(file.lines()) == ["two", "three"]
+    file.close()
 
 
 def test_what_was_read_before_a_file_vanished_is_given(log: Path) -> None:
-    tail = Tail(log)
-    assert list(tail.lines()) == []
+    file = Follower(log)
+    assert list(file.lines()) == []
     append(log, "one\n")
     log.rename(log.with_suffix(".1"))
     log.symlink_to(tmp := log.with_suffix(".2"))
-    assert list(tail.lines()) == ["one"]
+    assert list(file.lines()) == ["one"]
     log.unlink()
     log.mkdir()
     append(log.with_suffix(".1"), "two\n")
     found = []
     with pytest.raises(OSError):
-        found.extend(tail.lines())
+        found.extend(file.lines())
     assert found == ["two"]
     assert not tmp.exists()
-    tail.close()
+    file.close()
 
 
 def test_a_file_that_was_cut_is_read_from_its_beginning(log: Path) -> None:
-    tail = Tail(log)
-    assert list(tail.lines()) == []
+    file = Follower(log)
+    assert list(file.lines()) == []
     append(log, "a long line\n" * 5)
-    assert len(list(tail.lines())) == 5
+    assert len(list(file.lines())) == 5
     log.write_text("new\n")
-    assert list(tail.lines()) == ["new"]
-    tail.close()
+    assert list(file.lines()) == ["new"]
+    file.close()
 
 
 def test_a_file_that_comes_later_is_new_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "later.log"
-    tail = Tail(path)
+    file = Follower(path)
     with pytest.raises(Blind, match="is not there"):
-        list(tail.lines())
+        list(file.lines())
     path.write_text("first\n")
-    assert list(tail.lines()) == ["first"]
-    tail.close()
+    assert list(file.lines()) == ["first"]
+    file.close()
 
 
 def test_a_pipe_may_stand_for_the_file(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from everstep.agent.watch.follow import Follower
 from everstep.agent.watch.journal import Journal
 from everstep.agent.watch.source import Blind, Source, reason_of
-from everstep.agent.watch.tail import Tail
 from everstep.core.clock import Clock
 from everstep.faults.records import Signal
 
@@ -166,15 +166,15 @@ class KernelFile(Source):
     name, every = "kernel", EVERY
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self._tail = Tail(path)
+        self._file = Follower(path)
         self._clock = clock
         self._stamps = Stamps()
 
     def look(self) -> Iterable[Signal]:
-        for line in self._tail.lines():
+        for line in self._file.lines():
             signal = message(line, self._clock.mono(), self._stamps)
             if signal is not None:
                 yield signal
 
     def close(self) -> None:
-        self._tail.close()
+        self._file.close()

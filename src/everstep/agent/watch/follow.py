@@ -19,7 +19,7 @@ LONGEST = 64 << 10
 """Bytes of a line without an end that are waited for; then it is taken as it is."""
 
 
-class Tail:
+class Follower:
     """Gives the lines that come after the first look. What is there at the first look is old; a
     file that only comes later is new from its beginning.
 
