@@ -46,7 +46,8 @@ def capped(
     """The signals of ``node`` that are kept, in their order, at most ``most_bytes`` as JSON.
 
     ``ended`` is when the failure came, on the clock of the signals' ``mono``; one without it has
-    no age. What was left out is told by a signal of its own at the end.
+    no age. What was left out is told by a signal of its own at the end. Redact before: of a
+    secret that is cut in two neither half is known for one.
     """
     given = list(dict.fromkeys(signals))
     fresh = [signal for signal in given if _is_fresh(signal, ended, output_before)]
