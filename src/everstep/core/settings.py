@@ -100,6 +100,13 @@ class Settings:
         "", "What the platform calls this node, in verdicts and exclusions; empty: the host name."
     )
     node_pod: str = setting("", "The rack, switch or pod that this node stands in.")
+    kernel_log: str = setting(
+        "",
+        "File with the kernel's messages, read as it grows; empty: /dev/kmsg or the journal.",
+    )
+    termination_notice: str = setting(
+        "", "File that a hook or a node's termination handler writes before the node is taken away."
+    )
     keeper: str = setting("", "Name of the keeper's socket (set by the agent for its workers).")
     attempt: int = setting(0, "Number of this attempt (set by the agent).", parse="count")
     node: int = setting(0, "Index of this node in the job (set by the agent).", parse="count")

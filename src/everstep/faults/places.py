@@ -72,7 +72,7 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
     scene = found.scene
     if fact.place in ("job", "service", "switch"):
         return frozenset()
-    if fact.place == "node":
+    if fact.place == "node" and fact.fault != "HOST_OOM_KILL":
         return frozenset(scene.ranks_of(node))
     rank = _named_rank(fact, node, found)
     if rank is not None:
@@ -83,7 +83,7 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
                   and (end.node or scene.node_of(end.rank)) == node}  # fmt: skip
         if killed:
             return frozenset(killed)
-    if fact.place == "pod":
+    if fact.place in ("pod", "node"):
         return frozenset(scene.ranks_of(node))
     return _touched(node, found)
 
