@@ -1,0 +1,299 @@
+"""How well the job was kept alive: what became of each incident, and the figures over all of them.
+
+Owns: what success is. It is the first newly committed step past the failing one, within 30 minutes
+and with no human in between, over all incidents that were not meant to stop. Never does: I/O,
+clocks, decide; nothing is charged or refilled by it. Called by: the commands and the agent that
+tell of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from statistics import fmean, median
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from everstep.core import exits
+from everstep.faults.budget import fingerprint_of
+from everstep.faults.fold import History
+from everstep.faults.history import (
+    DecisionRecord,
+    IncidentRecord,
+    ProgressRecord,
+    Record,
+    ResultRecord,
+    WordRecord,
+)
+from everstep.faults.records import Domain
+
+RESUME_WITHIN = 1800.0
+"""Seconds from the failure to the first newly committed step past it."""
+
+Ending = Literal["recovered", "stopped", "failed", "open"]
+"""``stopped``: as meant, by the evidence or by a person, so that it counts in no rate. ``open``:
+not over yet."""
+
+_LOST_WORK = (exits.NO_RECOVERY_POINT, exits.NOT_DURABLE, exits.NO_STORE)
+"""Ends that everstep is there to prevent."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of one incident. ``resumed_in`` is seconds from the failure to the first new
+    step, ``committed_in`` to the first commit past the failing step (at most: the time at which a
+    record tells of it), None where they are not known. ``repeated`` are steps computed twice,
+    ``tier`` where the state came from. ``human``: an operator said something before such a commit.
+    """
+
+    incident: str
+    attempt: int
+    fault: str = msgspec.field(name="class")
+    domain: Domain
+    ending: Ending
+    why: str = ""
+    resumed_in: float | None = None
+    committed_in: float | None = None
+    new_step: int | None = None
+    repeated: int = 0
+    tier: str = ""
+    human: bool = False
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Counts, and what they give. ``rate`` is recovered of recovered and failed; it and the times
+    (seconds until the first new step, of those recovered) are None where there is none."""
+
+    incidents: int = 0
+    recovered: int = 0
+    failed: int = 0
+    stopped: int = 0
+    open: int = 0
+    rate: float | None = None
+    mean_resume: float | None = None
+    median_resume: float | None = None
+    repeated: int = 0
+
+
+class Outcomes(msgspec.Struct, frozen=True):
+    """``each`` in the order of the incidents; ``by_class`` the figures of each class."""
+
+    figures: Figures
+    by_class: dict[str, Figures]
+    each: tuple[Outcome, ...]
+
+    def of(self, incident: str) -> Outcome | None:
+        return next((item for item in self.each if item.incident == incident), None)
+
+
+def outcomes(history: History) -> Outcomes:
+    """What became of every incident, at the history's ``now``."""
+    ids = dict.fromkeys(r.id for _, r in history.records if isinstance(r, IncidentRecord))
+    each = tuple(_Judge(history, name).outcome() for name in ids)
+    classes = sorted({item.fault for item in each})
+    return Outcomes(
+        figures=figures(each),
+        by_class={name: figures(i for i in each if i.fault == name) for name in classes},
+        each=each,
+    )
+
+
+def figures(each: Iterable[Outcome]) -> Figures:
+    """The figures over some outcomes."""
+    found = tuple(each)
+    counts = {name: sum(item.ending == name for item in found) for name in get_args(Ending)}
+    judged = counts["recovered"] + counts["failed"]
+    times = [
+        item.resumed_in
+        for item in found
+        if item.ending == "recovered" and item.resumed_in is not None
+    ]
+    return Figures(
+        incidents=len(found),
+        **counts,
+        rate=counts["recovered"] / judged if judged else None,
+        mean_resume=fmean(times) if times else None,
+        median_resume=median(times) if times else None,
+        repeated=sum(item.repeated for item in found),
+    )
+
+
+def goal_of(incident: IncidentRecord, committed_before: int = -1) -> int:
+    """The step beyond which a commit is success: the failing one, or the newest that was committed
+    before, where that is later."""
+    return max(incident.where, committed_before)
+
+
+def seconds(result: ResultRecord, *, commit: bool = False) -> float | None:
+    """From the failure to the first new step, or with ``commit`` to the first commit past the
+    failing one; None where it was not come to. A phase that was not measured took no time."""
+    last = result.commit if commit else result.first_step
+    if last is None:
+        return None
+    phases = [result.detect, result.decide, result.stop, result.start, result.restore]
+    if commit:
+        phases.append(result.first_step)
+    return sum(phase for phase in phases if phase is not None) + last
+
+
+class _Passed(NamedTuple):
+    """At which place in the order of records, ``after`` how many seconds since the failure;
+    ``human``: somebody spoke before."""
+
+    place: int
+    after: float
+    human: bool
+
+
+class _Ended(NamedTuple):
+    place: int
+    ending: Ending
+    why: str
+
+
+class _Judge:
+    """One incident against all that was recorded after it."""
+
+    def __init__(self, history: History, name: str) -> None:
+        self._history = history
+        self._name = name
+        incident = history.incident(name)
+        assert incident is not None, "the name is that of a record"
+        self._incident = incident
+        records = history.records
+        self._first = next(i for i, (_, r) in enumerate(records) if _is(r, name))
+        self._began = records[self._first][0]
+        self._goal = goal_of(incident, _committed(r for _, r in records[: self._first + 1]))
+
+    def outcome(self) -> Outcome:
+        passed = self._passed()
+        ending, why = self._ending(passed)
+        last = self._result()
+        incident = self._incident
+        return Outcome(
+            incident=self._name,
+            attempt=incident.attempt,
+            fault=incident.verdict.fault,
+            domain=incident.verdict.domain,
+            ending=ending,
+            why=why,
+            resumed_in=seconds(last) if last else None,
+            committed_in=passed.after if passed else None,
+            new_step=last.new_step if last else None,
+            repeated=last.repeated if last else 0,
+            tier=last.tier if last else "",
+            human=passed.human if passed else any(True for _ in self._words()),
+        )
+
+    def _ending(self, passed: _Passed | None) -> tuple[Ending, str]:
+        ended = self._ended(self._incident)
+        first = ended is not None and (passed is None or ended.place < passed.place)
+        if first and ended is not None and ended.ending == "stopped":
+            return "stopped", ended.why
+        if passed is not None:
+            return self._of_passed(passed)
+        if ended is not None:
+            return ended.ending, ended.why
+        if self._history.now - self._began > RESUME_WITHIN:
+            return "failed", f"no step past {self._goal} was committed within 30 minutes"
+        return "open", f"no step past {self._goal} is committed yet"
+
+    def _of_passed(self, passed: _Passed) -> tuple[Ending, str]:
+        if passed.human:
+            return "failed", f"a step past {self._goal} was committed, after a person had helped"
+        if passed.after > RESUME_WITHIN:
+            minutes = passed.after / 60
+            return "failed", f"a step past {self._goal} was committed after {minutes:.0f} minutes"
+        return "recovered", f"a step past {self._goal} was committed, with no human"
+
+    # what is recorded after it
+
+    def _later(self) -> Iterator[tuple[int, float, Record]]:
+        records = self._history.records
+        for place in range(self._first + 1, len(records)):
+            at, record = records[place]
+            yield place, at, record
+
+    def _words(self) -> Iterator[WordRecord]:
+        return (r for _, _, r in self._later() if isinstance(r, WordRecord))
+
+    def _result(self) -> ResultRecord | None:
+        """The first that tells of success, else the last."""
+        found = [r for _, _, r in self._later() if isinstance(r, ResultRecord)]
+        own = [r for r in found if r.incident == self._name]
+        return next((r for r in own if r.success), own[-1] if own else None)
+
+    def _passed(self) -> _Passed | None:
+        """The first record that tells of a new commit past the goal."""
+        human = False
+        for place, at, record in self._later():
+            human |= isinstance(record, WordRecord)
+            if not self._tells(record):
+                continue
+            measured = seconds(record, commit=True) if isinstance(record, ResultRecord) else None
+            return _Passed(place, at - self._began if measured is None else measured, human)
+        return None
+
+    def _tells(self, record: Record) -> bool:
+        if isinstance(record, ResultRecord):
+            return record.incident == self._name and record.success
+        if not isinstance(record, ProgressRecord | IncidentRecord) or _is(record, self._name):
+            return False
+        # What the keeper still commits of an attempt that has failed proves no recovery.
+        if record.attempt < self._incident.attempt + self._incident.fatal:
+            return False
+        finished = isinstance(record, ProgressRecord) and record.finished
+        return finished or (not record.facts.offline and record.facts.committed > self._goal)
+
+    # how the attempts that followed ended
+
+    def _ended(self, incident: IncidentRecord) -> _Ended | None:
+        """None while they may still go on."""
+        made = self._history.decisions(incident.id)
+        decision = next((d for d in reversed(made) if d.begins is not None or d.stops), None)
+        if decision is None:
+            return None
+        if decision.stops:
+            return self._of_stop(incident, decision)
+        life = next((x for x in self._history.lives if x.attempt == decision.begins), None)
+        if life is None or life.ended is None:
+            return None
+        if life.cause == "person":
+            why = "a person ended the job before a new step was committed"
+            return _Ended(self._last_of(life.attempt), "stopped", why)
+        after = [i for i in life.incidents if i.attempt > incident.attempt]
+        return self._ended(after[0]) if after else None
+
+    def _of_stop(self, last: IncidentRecord, decision: DecisionRecord) -> _Ended:
+        place = next(i for i, (_, r) in enumerate(self._history.records) if r == decision)
+        why = decision.rung.why or decision.reason
+        if not meant(last, decision):
+            return _Ended(place, "failed", why)
+        own = last.id == self._name or fingerprint_of(last) == fingerprint_of(self._incident)
+        if own or last.cause == "person":
+            return _Ended(place, "stopped", why)
+        why = f"the job was stopped for {last.verdict.fault} before it got past this"
+        return _Ended(place, "failed", why)
+
+    def _last_of(self, attempt: int) -> int:
+        places = (i for i, (_, r) in enumerate(self._history.records) if r.attempt == attempt)
+        return max(places, default=len(self._history.records))
+
+
+def meant(incident: IncidentRecord, decision: DecisionRecord) -> bool:
+    """Whether a stop is the right end: the evidence says that no restart helps, the failure came
+    again identically (F4), or a person wanted it. A spent budget, or a state that is lost, is not.
+    """
+    word = incident.last_word
+    if word is not None:
+        return word.exit_code not in _LOST_WORK
+    cancelled = incident.verdict.fault == "USER_CANCEL"
+    return cancelled or decision.exit_code == exits.REPEATED or incident.verdict.action == "stop"
+
+
+def _is(record: Record, name: str) -> bool:
+    return isinstance(record, IncidentRecord) and record.id == name
+
+
+def _committed(records: Iterable[Record]) -> int:
+    told = (r.facts for r in records if isinstance(r, IncidentRecord | ProgressRecord))
+    return max((facts.committed for facts in told if not facts.offline), default=-1)
