@@ -87,8 +87,8 @@ class Outcomes(msgspec.Struct, frozen=True):
 
 def outcomes(history: History) -> Outcomes:
     """What became of every incident, at the history's ``now``."""
-    ids = dict.fromkeys(r.id for _, r in history.records if isinstance(r, IncidentRecord))
-    each = tuple(_Judge(history, name).outcome() for name in ids)
+    index = _Index(history)
+    each = tuple(_Judge(index, name).outcome() for name in index.first)
     classes = sorted({item.fault for item in each})
     return Outcomes(
         figures=figures(each),
@@ -118,9 +118,9 @@ def figures(each: Iterable[Outcome]) -> Figures:
 
 
 def goal_of(incident: IncidentRecord, committed_before: int = -1) -> int:
-    """The step beyond which a commit is success: the failing one, or the newest that was committed
-    before, where that is later."""
-    return max(incident.where, committed_before)
+    """The step beyond which a commit is success: the failing one, or, where that is later, the
+    newest that was committed before, or that the keeper still may commit of what has failed."""
+    return max(incident.where, committed_before, incident.facts.reached if incident.fatal else -1)
 
 
 def seconds(result: ResultRecord, *, commit: bool = False) -> float | None:
@@ -150,19 +150,50 @@ class _Ended(NamedTuple):
     why: str
 
 
+class _Index:
+    """What is asked of the history for every incident, looked up once."""
+
+    def __init__(self, history: History) -> None:
+        self.records = history.records
+        self.now = history.now
+        self.lives = {life.attempt: life for life in history.lives}
+        self.first: dict[str, int] = {}
+        self.latest: dict[str, IncidentRecord] = {}
+        self.results: dict[str, list[ResultRecord]] = {}
+        self.decided: dict[str, tuple[int, DecisionRecord]] = {}
+        self.last_of: dict[int, int] = {}
+        self.committed: list[int] = []
+        for place, (_, record) in enumerate(self.records):
+            self._add(place, record)
+
+    def _add(self, place: int, record: Record) -> None:
+        self.last_of[record.attempt] = place
+        newest = self.committed[-1] if self.committed else -1
+        if isinstance(record, IncidentRecord | ProgressRecord):
+            # Be it told by one that could not ask the store.
+            newest = max(newest, record.facts.committed)
+        self.committed.append(newest)
+        if isinstance(record, IncidentRecord):
+            self.first.setdefault(record.id, place)
+            known = self.latest.get(record.id)
+            if known is None or record.revision > known.revision:
+                self.latest[record.id] = record
+        elif isinstance(record, ResultRecord):
+            self.results.setdefault(record.incident, []).append(record)
+        elif isinstance(record, DecisionRecord) and (record.begins is not None or record.stops):
+            self.decided[record.incident] = place, record
+
+
 class _Judge:
     """One incident against all that was recorded after it."""
 
-    def __init__(self, history: History, name: str) -> None:
-        self._history = history
+    def __init__(self, index: _Index, name: str) -> None:
+        self._index = index
         self._name = name
-        incident = history.incident(name)
-        assert incident is not None, "the name is that of a record"
-        self._incident = incident
-        records = history.records
-        self._first = next(i for i, (_, r) in enumerate(records) if _is(r, name))
-        self._began = records[self._first][0]
-        self._goal = goal_of(incident, _committed(r for _, r in records[: self._first + 1]))
+        self._incident = index.latest[name]
+        self._first = index.first[name]
+        self._began = index.records[self._first][0]
+        self._goal = goal_of(self._incident, index.committed[self._first])
 
     def outcome(self) -> Outcome:
         passed = self._passed()
@@ -181,11 +212,11 @@ class _Judge:
             new_step=last.new_step if last else None,
             repeated=last.repeated if last else 0,
             tier=last.tier if last else "",
-            human=passed.human if passed else any(True for _ in self._words()),
+            human=passed.human if passed else self._spoken(),
         )
 
     def _ending(self, passed: _Passed | None) -> tuple[Ending, str]:
-        ended = self._ended(self._incident)
+        ended = self._ended()
         first = ended is not None and (passed is None or ended.place < passed.place)
         if first and ended is not None and ended.ending == "stopped":
             return "stopped", ended.why
@@ -193,7 +224,7 @@ class _Judge:
             return self._of_passed(passed)
         if ended is not None:
             return ended.ending, ended.why
-        if self._history.now - self._began > RESUME_WITHIN:
+        if self._index.now - self._began > RESUME_WITHIN:
             return "failed", f"no step past {self._goal} was committed within 30 minutes"
         return "open", f"no step past {self._goal} is committed yet"
 
@@ -208,18 +239,17 @@ class _Judge:
     # what is recorded after it
 
     def _later(self) -> Iterator[tuple[int, float, Record]]:
-        records = self._history.records
+        records = self._index.records
         for place in range(self._first + 1, len(records)):
             at, record = records[place]
             yield place, at, record
 
-    def _words(self) -> Iterator[WordRecord]:
-        return (r for _, _, r in self._later() if isinstance(r, WordRecord))
+    def _spoken(self) -> bool:
+        return any(isinstance(record, WordRecord) for _, _, record in self._later())
 
     def _result(self) -> ResultRecord | None:
         """The first that tells of success, else the last."""
-        found = [r for _, _, r in self._later() if isinstance(r, ResultRecord)]
-        own = [r for r in found if r.incident == self._name]
+        own = self._index.results.get(self._name, [])
         return next((r for r in own if r.success), own[-1] if own else None)
 
     def _passed(self) -> _Passed | None:
@@ -236,7 +266,7 @@ class _Judge:
     def _tells(self, record: Record) -> bool:
         if isinstance(record, ResultRecord):
             return record.incident == self._name and record.success
-        if not isinstance(record, ProgressRecord | IncidentRecord) or _is(record, self._name):
+        if not isinstance(record, ProgressRecord | IncidentRecord):
             return False
         # What the keeper still commits of an attempt that has failed proves no recovery.
         if record.attempt < self._incident.attempt + self._incident.fatal:
@@ -246,25 +276,26 @@ class _Judge:
 
     # how the attempts that followed ended
 
-    def _ended(self, incident: IncidentRecord) -> _Ended | None:
+    def _ended(self) -> _Ended | None:
         """None while they may still go on."""
-        made = self._history.decisions(incident.id)
-        decision = next((d for d in reversed(made) if d.begins is not None or d.stops), None)
-        if decision is None:
-            return None
-        if decision.stops:
-            return self._of_stop(incident, decision)
-        life = next((x for x in self._history.lives if x.attempt == decision.begins), None)
-        if life is None or life.ended is None:
-            return None
-        if life.cause == "person":
-            why = "a person ended the job before a new step was committed"
-            return _Ended(self._last_of(life.attempt), "stopped", why)
-        after = [i for i in life.incidents if i.attempt > incident.attempt]
-        return self._ended(after[0]) if after else None
+        incident: IncidentRecord | None = self._incident
+        while incident is not None:
+            place, decision = self._index.decided.get(incident.id, (0, None))
+            if decision is None:
+                return None
+            if decision.stops:
+                return self._of_stop(place, incident, decision)
+            life = self._index.lives.get(decision.begins or 0)
+            if life is None or life.ended is None:
+                return None
+            if life.cause == "person":
+                why = "a person ended the job before a new step was committed"
+                return _Ended(self._index.last_of.get(life.attempt, place), "stopped", why)
+            attempt = incident.attempt
+            incident = next((i for i in life.incidents if i.attempt > attempt), None)
+        return None
 
-    def _of_stop(self, last: IncidentRecord, decision: DecisionRecord) -> _Ended:
-        place = next(i for i, (_, r) in enumerate(self._history.records) if r == decision)
+    def _of_stop(self, place: int, last: IncidentRecord, decision: DecisionRecord) -> _Ended:
         why = decision.rung.why or decision.reason
         if not meant(last, decision):
             return _Ended(place, "failed", why)
@@ -273,10 +304,6 @@ class _Judge:
             return _Ended(place, "stopped", why)
         why = f"the job was stopped for {last.verdict.fault} before it got past this"
         return _Ended(place, "failed", why)
-
-    def _last_of(self, attempt: int) -> int:
-        places = (i for i, (_, r) in enumerate(self._history.records) if r.attempt == attempt)
-        return max(places, default=len(self._history.records))
 
 
 def meant(incident: IncidentRecord, decision: DecisionRecord) -> bool:
@@ -288,12 +315,3 @@ def meant(incident: IncidentRecord, decision: DecisionRecord) -> bool:
         return word.exit_code not in _LOST_WORK
     cancelled = incident.verdict.fault == "USER_CANCEL"
     return cancelled or decision.exit_code == exits.REPEATED or incident.verdict.action == "stop"
-
-
-def _is(record: Record, name: str) -> bool:
-    return isinstance(record, IncidentRecord) and record.id == name
-
-
-def _committed(records: Iterable[Record]) -> int:
-    told = (r.facts for r in records if isinstance(r, IncidentRecord | ProgressRecord))
-    return max((facts.committed for facts in told if not facts.offline), default=-1)

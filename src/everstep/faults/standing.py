@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from everstep.core.events import counted
 from everstep.faults.budget import Limits
 from everstep.faults.fold import History
 from everstep.faults.history import (
@@ -20,11 +21,10 @@ from everstep.faults.history import (
 )
 from everstep.faults.outcomes import Figures, outcomes
 from everstep.faults.suspicion import Rules, standings
-from everstep.faults.tell import LIMITS, budget_left
+from everstep.faults.tell import LIMITS, RETRY, budget_left
 
 State = Literal["running", "waiting", "stopped", "finished", "never run"]
 RULES = Rules()
-RETRY = 'everstep retry --reset-budget "what was changed"'
 
 
 class Excluded(msgspec.Struct, frozen=True):
@@ -37,12 +37,23 @@ class Excluded(msgspec.Struct, frozen=True):
 
 class Present(msgspec.Struct, frozen=True):
     """What is known besides the history: ``owner`` who runs the job now (empty: nobody fresh),
-    ``attempts`` how many were claimed, ``start`` the command that starts the job, as far as it is
-    known."""
+    ``attempts`` how many were claimed, ``options`` those by which commands find the job."""
 
     owner: str = ""
     attempts: int = 0
-    start: str = "everstep run"
+    options: str = ""
+
+    @property
+    def start(self) -> str:
+        """The command that starts the job; its script and arguments are not known here."""
+        return (
+            f"everstep run {self.options} ...".replace("  ", " ") + "  (as it was started before)"
+        )
+
+    @property
+    def retry(self) -> str:
+        """The command that lets a job start that was stopped for good."""
+        return f"{RETRY} {self.options}".rstrip()
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -136,8 +147,36 @@ def _marks(record: _Mark) -> bool:
 
 def _next(state: State, final: bool, present: Present) -> str:
     if state == "stopped":
-        return RETRY if final else present.start
+        return present.retry if final else present.start
     return present.start if state == "never run" else ""
+
+
+def figures_text(found: Figures) -> str:
+    """``5 of 6 incidents recovered (83%), ...``, in one line."""
+    if not found.incidents:
+        return "no incident yet"
+    judged = found.recovered + found.failed
+    rate = f" ({found.rate:.0%})" if found.rate is not None else ""
+    parts = [f"{found.recovered} of {counted(judged, 'incident')} recovered{rate}"]
+    if found.stopped:
+        parts.append(f"{found.stopped} stopped as meant")
+    if found.open:
+        parts.append(f"{found.open} open")
+    if found.mean_resume is not None and found.median_resume is not None:
+        parts.append(
+            f"new steps after {found.mean_resume:.1f} s on average, {found.median_resume:.1f} s in "
+            "the median"
+        )
+    if found.repeated:
+        parts.append(f"{counted(found.repeated, 'step')} repeated")
+    return ", ".join(parts)
+
+
+def excluded_text(found: Excluded) -> str:
+    """One node and until when, in one line."""
+    if found.seconds_left is None:
+        return f"{found.node}, until it is pardoned: {found.why}"
+    return f"{found.node}, for {found.seconds_left / 3600:.1f} h more: {found.why}"
 
 
 def _excluded(history: History, rules: Rules) -> list[Excluded]:

@@ -29,6 +29,9 @@ LIMITS = Limits()
 TEXT = 200
 """Characters of a line of evidence that a person sees; the records hold more."""
 
+NOTHING_SEEN = "nothing: no evidence was recorded"
+RETRY = 'everstep retry --reset-budget "what was changed"'
+
 ACTIONS: Mapping[str, str] = {
     "continue": "go on as it is",
     "restart_in_place": "restart on the same nodes",
@@ -104,13 +107,13 @@ def explain(history: History, name: str, limits: Limits = LIMITS) -> Explanation
     mine = (r for _, r in history.records if isinstance(r, ResultRecord))
     results = tuple(r for r in mine if r.incident == name)
     sections = (
-        Section("seen", tuple(_seen(incident.verdict.evidence))),
+        Section("seen", tuple(_seen(incident.verdict.evidence)) or (NOTHING_SEEN,)),
         Section("verdict", tuple(_verdict(incident))),
         Section("discarded", tuple(_seen(incident.verdict.discarded))),
         Section("decided", tuple(_decided(decisions))),
         Section("otherwise", tuple(_otherwise(decisions))),
         Section("done", tuple(_done(history, incident, decisions))),
-        Section("ended", tuple(_ended(found, results))),
+        Section("ended", tuple(_ended(found, decisions, results))),
         Section("budget", tuple(budget_left(history, limits, incident))),
     )
     return Explanation(
@@ -356,7 +359,9 @@ def word_text(word: WordRecord) -> str:
     return f"{moment(word.at.wall)}  {word.by or 'an operator'} said: {word.word}{subject}{reason}"
 
 
-def _ended(found: Outcome, results: Sequence[ResultRecord]) -> list[str]:
+def _ended(
+    found: Outcome, decisions: Sequence[DecisionRecord], results: Sequence[ResultRecord]
+) -> list[str]:
     lines = [_how(found)]
     for result in results:
         told = [f"{name.replace('_', ' ')} {took:.2f} s" for name, took in _times(result)]
@@ -364,6 +369,9 @@ def _ended(found: Outcome, results: Sequence[ResultRecord]) -> list[str]:
             lines.append(f"times: {', '.join(told)}")
         if result.replay_differed:
             lines.append("an exact replay passed the step: the device is suspected")
+    decision = _that_counts(decisions)
+    if decision is not None and decision.stops and decision.final:
+        lines.append(f"it does not start again by itself; to go on all the same: {RETRY}")
     return lines
 
 
