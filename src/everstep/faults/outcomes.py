@@ -145,7 +145,6 @@ class _Passed(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    place: int
     ending: Ending
     why: str
 
@@ -216,9 +215,8 @@ class _Judge:
         )
 
     def _ending(self, passed: _Passed | None) -> tuple[Ending, str]:
-        ended = self._ended()
-        first = ended is not None and (passed is None or ended.place < passed.place)
-        if first and ended is not None and ended.ending == "stopped":
+        ended = self._ended(len(self._index.records) if passed is None else passed.place)
+        if ended is not None and ended.ending == "stopped":
             return "stopped", ended.why
         if passed is not None:
             return self._of_passed(passed)
@@ -276,34 +274,35 @@ class _Judge:
 
     # how the attempts that followed ended
 
-    def _ended(self) -> _Ended | None:
-        """None while they may still go on."""
+    def _ended(self, before: int) -> _Ended | None:
+        """None where they may still go on, or had not ended at that place in the history."""
         incident: IncidentRecord | None = self._incident
         while incident is not None:
             place, decision = self._index.decided.get(incident.id, (0, None))
-            if decision is None:
+            if decision is None or place >= before:
                 return None
             if decision.stops:
-                return self._of_stop(place, incident, decision)
+                return self._of_stop(incident, decision)
             life = self._index.lives.get(decision.begins or 0)
             if life is None or life.ended is None:
                 return None
             if life.cause == "person":
                 why = "a person ended the job before a new step was committed"
-                return _Ended(self._index.last_of.get(life.attempt, place), "stopped", why)
+                early = self._index.last_of.get(life.attempt, place) < before
+                return _Ended("stopped", why) if early else None
             attempt = incident.attempt
             incident = next((i for i in life.incidents if i.attempt > attempt), None)
         return None
 
-    def _of_stop(self, place: int, last: IncidentRecord, decision: DecisionRecord) -> _Ended:
+    def _of_stop(self, last: IncidentRecord, decision: DecisionRecord) -> _Ended:
         why = decision.rung.why or decision.reason
         if not meant(last, decision):
-            return _Ended(place, "failed", why)
+            return _Ended("failed", why)
         own = last.id == self._name or fingerprint_of(last) == fingerprint_of(self._incident)
         if own or last.cause == "person":
-            return _Ended(place, "stopped", why)
+            return _Ended("stopped", why)
         why = f"the job was stopped for {last.verdict.fault} before it got past this"
-        return _Ended(place, "failed", why)
+        return _Ended("failed", why)
 
 
 def meant(incident: IncidentRecord, decision: DecisionRecord) -> bool:

@@ -134,7 +134,17 @@ def explain(history: History, name: str, limits: Limits = LIMITS) -> Explanation
 
 def rows(history: History) -> tuple[Row, ...]:
     """All incidents in order, each as it is known last."""
-    return tuple(_row(history, item) for item in outcomes(history).each)
+    told: dict[str, list[IncidentRecord]] = {}
+    decided: dict[str, list[DecisionRecord]] = {}
+    for _, record in history.records:
+        if isinstance(record, IncidentRecord):
+            told.setdefault(record.id, []).append(record)
+        elif isinstance(record, DecisionRecord):
+            decided.setdefault(record.incident, []).append(record)
+    return tuple(
+        _row(item, told[item.incident], decided.get(item.incident, []))
+        for item in outcomes(history).each
+    )
 
 
 def newest(history: History) -> str | None:
@@ -386,17 +396,16 @@ def _first_seen(history: History, incident: IncidentRecord) -> float:
     return next((r.at.wall for r in told if r.id == incident.id), incident.at.wall)
 
 
-def _row(history: History, found: Outcome) -> Row:
-    incident = history.incident(found.incident)
-    assert incident is not None, "outcomes are those of incidents in the history"
-    decision = _that_counts(history.decisions(found.incident))
+def _row(found: Outcome, told: Sequence[IncidentRecord], decided: Sequence[DecisionRecord]) -> Row:
+    verdict = max(told, key=lambda r: r.revision).verdict
+    decision = _that_counts(decided)
     return Row(
         incident=found.incident,
-        attempt=incident.attempt,
-        at=_first_seen(history, incident),
+        attempt=found.attempt,
+        at=told[0].at.wall,
         fault=found.fault,
-        root=root_of(incident.verdict),
-        step=incident.verdict.step,
+        root=root_of(verdict),
+        step=verdict.step,
         action=decision.action if decision is not None else "",
         result=result_of(found),
         ending=found.ending,
