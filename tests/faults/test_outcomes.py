@@ -91,7 +91,7 @@ def test_half_an_hour_is_the_limit() -> None:
     assert (found.ending, found.why) == ("failed", "a step past 10 was committed after 30 minutes")
 
 
-@pytest.mark.parametrize("word", ["reset-budget", "exclude", "pardon", "on-fault"])
+@pytest.mark.parametrize("word", ["reset-budget", "exclude", "pardon"])
 def test_a_person_who_spoke_before_it_makes_it_no_success(word: str) -> None:
     agent = failed_once()
     agent.says(word, "b")  # type: ignore[arg-type]
@@ -104,6 +104,10 @@ def test_a_person_who_spoke_after_it_changes_nothing() -> None:
     tells(agent, AFTER)
     agent.says("exclude", "b")
     assert (one(agent).ending, one(agent).human) == ("recovered", False)
+    told = failed_once()
+    told.says("on-fault", "advise")  # a flag that each start of the job may give
+    tells(told, AFTER)
+    assert one(told).ending == "recovered"
 
 
 def test_a_deterministic_error_that_stops_the_job_is_meant_to_f4() -> None:
@@ -167,6 +171,23 @@ def test_a_person_who_ends_the_job_leaves_no_failure_behind() -> None:
     tells(again, AFTER)
     tells(again, AFTER, after=9999.0, ended="stopped by SIGTERM")
     assert one(again).ending == "recovered", "it had recovered long before"
+
+
+def test_a_job_that_is_taken_away_may_still_recover() -> None:
+    """The scheduler that takes it gives it back: no human."""
+    taken: dict[str, object] = {"ended": "stopped by SIGTERM", "cause": "external"}
+    agent = failed_once()
+    tells(agent, msgspec.structs.replace(AFTER, committed=-1), **taken)
+    assert one(agent).ending == "stopped"
+    agent.start()
+    tells(agent, AFTER)
+    assert one(agent).ending == "recovered"
+    late = failed_once()
+    tells(late, msgspec.structs.replace(AFTER, committed=-1), **taken)
+    late.now += 5 * 3600.0
+    late.start()
+    tells(late, AFTER)
+    assert one(late).ending == "stopped", "it waited in a queue"
 
 
 def test_a_job_that_finished_is_past_every_step() -> None:

@@ -44,7 +44,7 @@ def command(incident: str | None, last: bool, job: str | None, store: str, as_js
     if incident is not None and last:
         raise UsageError("--last and an incident are both given.", hint="Drop one of them.")
     past = past_of(store, job)
-    found = explain(past.history, _chosen(past, incident))
+    found = explain(past.history, _chosen(past, incident), past.limits)
     assert found is not None, "the id is that of an incident in the history"
     result = Explained(past.url, past.job.name, found, past.problems)
     reporter(as_json=as_json).result(result, lambda console: _render(result, console))

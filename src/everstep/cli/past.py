@@ -19,7 +19,8 @@ from rich.markup import escape
 
 from everstep.cli.places import one_job
 from everstep.cli.report import mark, reporter
-from everstep.core.settings import Settings, variable
+from everstep.core.settings import from_environment
+from everstep.faults.budget import Limits, limits_of
 from everstep.faults.fold import History, fold
 from everstep.faults.history import Record, Stamp, Word, pack, unpack
 from everstep.faults.standing import Present
@@ -33,7 +34,7 @@ FORMAT = "everstep.word/1"
 
 class Past(NamedTuple):
     """``highest`` is the newest attempt that is known of, ``problems`` names the records that
-    cannot be read."""
+    cannot be read; ``limits`` are those that this environment's settings give."""
 
     job: Job
     url: str
@@ -42,6 +43,7 @@ class Past(NamedTuple):
     highest: int
     problems: tuple[str, ...]
     present: Present
+    limits: Limits
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -63,7 +65,8 @@ class Said(msgspec.Struct, frozen=True):
 
 
 def past_of(store: str, name: str | None) -> Past:
-    """The past of the job of that name, or of the only one in the store."""
+    """The past of the job of that name, or of the only one in the store. Raises ``UsageError`` for
+    settings that are none."""
     opened = open_store(store)
     job = one_job(opened, name)
     found = job.history(cache=cache_place())
@@ -79,14 +82,14 @@ def past_of(store: str, name: str | None) -> Past:
         highest=max(claims, found.highest),
         problems=(*found.problems, *told.problems),
         present=Present(_owner(job), claims, options),
+        limits=limits_of(from_environment(os.environ)),
     )
 
 
 def cache_place() -> Path | None:
     """The folder for what can be made anew; None where there is no home for it."""
-    told = Settings(state_dir=os.environ.get(variable("state_dir"), ""))
     try:
-        return state_dir(told, os.environ)
+        return state_dir(from_environment(os.environ), os.environ)
     except RuntimeError:  # a user without a home directory
         return None
 

@@ -58,7 +58,7 @@ def command(job: str | None, store: str, as_json: bool) -> int:
         owner=past.present.owner,
         attempts=past.present.attempts,
         checkpoint=_checkpoint(past.job, time.time()),
-        standing=standing(past.history, past.present),
+        standing=standing(past.history, past.present, past.limits),
         problems=(*past.problems, *branch_problems(past.job)),
     )
     reporter(as_json=as_json).result(status, lambda console: _render(status, console))

@@ -192,7 +192,7 @@ class ProgressRecord(
 
     ``ended``: why it ended, where that was no incident (the job finished, a scheduler took the
     nodes, a person stopped it); empty while it runs. ``cause`` is who ended it so. ``finished``:
-    the job reached its last step, and that is committed."""
+    the job came to its own end, and what it had is committed."""
 
     attempt: int
     at: Stamp

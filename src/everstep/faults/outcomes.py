@@ -145,8 +145,11 @@ class _Passed(NamedTuple):
 
 
 class _Ended(NamedTuple):
+    """``taken``: from outside, so that it may still be proved that the job recovered."""
+
     ending: Ending
     why: str
+    taken: bool = False
 
 
 class _Index:
@@ -216,10 +219,12 @@ class _Judge:
 
     def _ending(self, passed: _Passed | None) -> tuple[Ending, str]:
         ended = self._ended(len(self._index.records) if passed is None else passed.place)
-        if ended is not None and ended.ending == "stopped":
+        if ended is not None and ended.ending == "stopped" and not ended.taken:
             return "stopped", ended.why
         if passed is not None:
-            return self._of_passed(passed)
+            ending, why = self._of_passed(passed)
+            if ended is None or not ended.taken or ending == "recovered":
+                return ending, why
         if ended is not None:
             return ended.ending, ended.why
         if self._index.now - self._began > RESUME_WITHIN:
@@ -243,7 +248,7 @@ class _Judge:
             yield place, at, record
 
     def _spoken(self) -> bool:
-        return any(isinstance(record, WordRecord) for _, _, record in self._later())
+        return any(_helps(record) for _, _, record in self._later())
 
     def _result(self) -> ResultRecord | None:
         """The first that tells of success, else the last."""
@@ -254,7 +259,7 @@ class _Judge:
         """The first record that tells of a new commit past the goal."""
         human = False
         for place, at, record in self._later():
-            human |= isinstance(record, WordRecord)
+            human |= _helps(record)
             if not self._tells(record):
                 continue
             measured = seconds(record, commit=True) if isinstance(record, ResultRecord) else None
@@ -286,12 +291,13 @@ class _Judge:
             life = self._index.lives.get(decision.begins or 0)
             if life is None or life.ended is None:
                 return None
-            if life.cause == "person":
-                why = "a person ended the job before a new step was committed"
-                early = self._index.last_of.get(life.attempt, place) < before
-                return _Ended("stopped", why) if early else None
             attempt = incident.attempt
             incident = next((i for i in life.incidents if i.attempt > attempt), None)
+            early = self._index.last_of.get(life.attempt, place) < before
+            if incident is None and early and life.cause in ("person", "external"):
+                taken = life.cause == "external"
+                who = "the job was taken away" if taken else "a person ended the job"
+                return _Ended("stopped", f"{who} before a new step was committed", taken)
         return None
 
     def _of_stop(self, last: IncidentRecord, decision: DecisionRecord) -> _Ended:
@@ -303,6 +309,11 @@ class _Judge:
             return _Ended("stopped", why)
         why = f"the job was stopped for {last.verdict.fault} before it got past this"
         return _Ended("failed", why)
+
+
+def _helps(record: Record) -> bool:
+    """A mode is no help: every start of the job may say it anew."""
+    return isinstance(record, WordRecord) and record.word != "on-fault"
 
 
 def meant(incident: IncidentRecord, decision: DecisionRecord) -> bool:
