@@ -29,7 +29,7 @@ FELL_OFF: Verdict = verdict(
         Evidence("watchdog caught collective operation timeout: WorkNCCL(SeqNum=88, "
                  "OpType=ALLREDUCE)", "log", "NCCL_WATCHDOG_TIMEOUT", "victim", 3, "d", 1812.40),
         Evidence("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", "kernel", "XID_79",
-                 "root", None, "b", 1811.92, "the host's word about the GPU of rank 2"),
+                 "root", None, "b", 1811.92, "root: the GPU of rank 2"),
     ),
     discarded=(
         Evidence("slow storage: a read took 4.1 s", "log", "", "noise", 0, "a", 640.25,
@@ -43,15 +43,17 @@ def facts(restored: int, reached: int, committed: int) -> AttemptFacts:
 
 
 def recovered() -> Agent:
-    """One lost GPU, survived on a spare node; the job runs on."""
+    """One lost GPU, survived on a spare node from the newest checkpoint; the job runs on."""
     agent = Agent(situation=Situation(FOUR, spares=("e",)))
     agent.fails(FELL_OFF, after=1812.5, facts=facts(-1, 1203, 1150))
-    agent.now += 20.0
+    agent.now += 30.0
     told = ResultRecord(
         "r1", "i1", 2, agent.stamp(), success=True, detect=0.06, decide=0.4, stop=0.31, start=2.12,
-        restore=0.84, first_step=0.47, commit=12.9, new_step=1204, repeated=3, tier="memory",
+        restore=1.9, first_step=6.11, commit=12.9, new_step=1204, repeated=53, tier="store",
     )  # fmt: skip
-    return adds(agent, told)
+    adds(agent, told)
+    agent.now += 60.0
+    return adds(agent, ProgressRecord(2, agent.stamp(), facts(1150, 1290, 1250)))
 
 
 def stopped() -> Agent:

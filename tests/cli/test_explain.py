@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,21 @@ def test_explain_tells_it_all_in_three_lines_and_then_at_length(cli: Any, tmp_pa
     lines = result.stdout.splitlines()
     assert lines[0].startswith("XID_79 on rank 2 on node b at step 1204 (")
     assert lines[1].startswith("decided: restart on other nodes as attempt 2, because ")
-    assert lines[2].startswith("recovered: step 1204 was done 4.2 s after the failure")
+    assert lines[2].startswith("recovered: step 1204 was done 10.9 s after the failure")
     assert lines[3] == "incident i1 of toy, 2026-01-05 10:30:12 UTC"
     titles = [line for line in lines[4:] if line and line[0] != " "]
     assert titles == [
         "seen", "verdict", "discarded", "decided", "otherwise", "done", "ended", "budget",
     ]  # fmt: skip
+
+
+def test_the_readme_shows_what_the_command_prints(cli: Any, tmp_path: Path) -> None:
+    job_of(tmp_path / "store", recovered())
+    printed = cli("explain", "--store", tmp_path / "store").stdout
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"<!-- explain:begin.*?```text\n(.*?)```\n<!-- explain:end", text, re.S)
+    assert shown is not None
+    assert shown[1] == printed
 
 
 def test_explain_as_json_says_the_same(cli: Any, cli_json: Any, store: Path) -> None:
@@ -45,7 +55,7 @@ def test_explain_as_json_says_the_same(cli: Any, cli_json: Any, store: Path) -> 
         assert all(f"  {line}\n" in text for line in section["lines"])
     assert told["verdict"]["class"] == told["outcome"]["class"] == "XID_79"
     assert told["outcome"]["ending"] == "recovered"
-    assert told["outcome"]["resumed_in"] == pytest.approx(4.2)
+    assert told["outcome"]["resumed_in"] == pytest.approx(10.9)
     assert told["decisions"][0]["rung"]["action"] == "restart_elsewhere"
     assert told["results"][0]["commit"] == 12.9
 
@@ -86,8 +96,8 @@ def test_incidents_lists_them_all_with_figures(cli: Any, cli_json: Any, store: P
     assert found["by_class"]["USER_EXCEPTION"]["stopped"] == 2
     lines = cli("incidents", "--store", store).stdout.splitlines()
     assert lines[0].split() == ["incident", "when", "class", "root", "step", "action", "result"]
-    assert "rank 2 node b (gpu)" in lines[1]
-    assert "recovered in 4.2 s" in lines[1]
+    assert "rank 2 on node b (gpu)" in lines[1]
+    assert "recovered in 10.9 s" in lines[1]
     assert lines[-1].startswith("toy: 1 of 1 incident recovered (100%), 2 stopped as meant, ")
 
 

@@ -81,7 +81,7 @@ def test_every_action_and_cause_has_words() -> None:
 
 def test_nobody_is_blamed_in_words_where_nobody_is() -> None:
     assert root_of(UNKNOWN) == "nobody is blamed"
-    assert root_of(GPU) == "rank 2 node b (gpu)"
+    assert root_of(GPU) == "rank 2 on node b (gpu)"
     assert root_of(verdict(UNKNOWN, root_domain="service")) == "a service"
     assert root_of(verdict(UNKNOWN, root_ranks=(6, 0, 1, 2))) == "ranks 0-2, 6"
     assert ranks([]) == ""

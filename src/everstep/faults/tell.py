@@ -163,9 +163,11 @@ def root_of(verdict: Verdict) -> str:
     if verdict.root_node:
         parts.append(f"node {verdict.root_node}")
     outside = verdict.root_domain if verdict.root_domain not in ("rank", "node", "") else ""
-    if outside:
-        parts.append(f"({outside})" if parts else f"a {outside}")
-    return " ".join(parts) or "nobody is blamed"
+    if outside and parts:
+        parts[-1] += f" ({outside})"
+    elif outside:
+        parts.append(f"a {outside}")
+    return " on ".join(parts) or "nobody is blamed"
 
 
 def result_of(found: Outcome) -> str:
