@@ -235,7 +235,7 @@ def lived(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_every_incident_has_one_outcome_whatever_the_order(seed: int) -> None:
     world = lived(seed)
     found = outcomes(fold(world.records, highest_claim=world.claims))
@@ -249,7 +249,7 @@ def test_every_incident_has_one_outcome_whatever_the_order(seed: int) -> None:
     assert outcomes(fold(shuffled, highest_claim=world.claims)) == found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_nothing_is_called_recovered_that_was_not(seed: int) -> None:
     """Against what really happened: some later attempt committed a step past the failing one."""
     world = lived(seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import os
 import secrets
+import shlex
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +74,7 @@ def past_of(store: str, name: str | None) -> Past:
     told = unpack(found.entries)
     claims = job.highest_claim()
     now = stamp(time.time())
-    options = f"--store {opened.url} --job {job.name}"
+    options = f"--store {shlex.quote(opened.url)} --job {job.name}"
     return Past(
         job=job,
         url=opened.url,

@@ -106,19 +106,18 @@ def explain(history: History, name: str, limits: Limits = LIMITS) -> Explanation
     decisions = tuple(history.decisions(name))
     mine = (r for _, r in history.records if isinstance(r, ResultRecord))
     results = tuple(r for r in mine if r.incident == name)
-    sections = (
-        Section("seen", tuple(_seen(incident.verdict.evidence)) or (NOTHING_SEEN,)),
-        Section("verdict", tuple(_verdict(incident))),
-        Section("discarded", tuple(_seen(incident.verdict.discarded))),
-        Section("decided", tuple(_decided(decisions))),
-        Section("otherwise", tuple(_otherwise(decisions))),
-        Section("done", tuple(_done(history, incident, decisions))),
-        Section("ended", tuple(_ended(found, decisions, results))),
-        Section("budget", tuple(budget_left(history, limits, incident))),
-    )
     return Explanation(
         headline=_headline(incident, decisions, found),
-        sections=sections,
+        sections=(
+            Section("seen", tuple(_seen(incident.verdict.evidence)) or (NOTHING_SEEN,)),
+            Section("verdict", tuple(_verdict(incident))),
+            Section("discarded", tuple(_seen(incident.verdict.discarded))),
+            Section("decided", tuple(_decided(decisions))),
+            Section("otherwise", tuple(_otherwise(decisions))),
+            Section("done", tuple(_done(history, incident, decisions))),
+            Section("ended", tuple(_ended(found, decisions, results))),
+            Section("budget", tuple(budget_left(history, limits, incident))),
+        ),
         incident=name,
         attempt=incident.attempt,
         at=_first_seen(history, incident),
