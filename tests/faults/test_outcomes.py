@@ -51,9 +51,9 @@ def failed_once(of: object = GPU) -> Agent:
 def test_a_new_commit_past_the_failing_step_is_success() -> None:
     agent = failed_once()
     assert one(agent).ending == "open"
+    tells(agent, msgspec.structs.replace(AFTER, committed=9))
+    assert one(agent).ending == "open", "it is not got past by the step before it"
     tells(agent, msgspec.structs.replace(AFTER, committed=10))
-    assert one(agent).ending == "open", "the failing step itself is not passed"
-    tells(agent, AFTER)
     found = one(agent)
     assert (found.ending, found.committed_in, found.human) == ("recovered", 20.0, False)
 
@@ -61,8 +61,9 @@ def test_a_new_commit_past_the_failing_step_is_success() -> None:
 def test_what_was_committed_before_or_is_not_known_to_be_is_no_success() -> None:
     agent = Agent()
     agent.fails(GPU, facts=AttemptFacts(restored=0, reached=20, finished=20, committed=18))
-    tells(agent, msgspec.structs.replace(AFTER, committed=18))
-    assert one(agent).ending == "open", "18 was committed before step 10 was known to have failed"
+    for old in (18, 20):
+        tells(agent, msgspec.structs.replace(AFTER, committed=old))
+        assert one(agent).ending == "open", "the attempt that failed at 10 had come to 20"
     tells(agent, msgspec.structs.replace(AFTER, committed=30, offline=True))
     assert one(agent).ending == "open", "the store could not be asked"
 
@@ -88,7 +89,7 @@ def test_half_an_hour_is_the_limit() -> None:
     assert one(agent, after=1.0).ending == "failed"
     tells(agent, AFTER)
     found = one(agent)
-    assert (found.ending, found.why) == ("failed", "a step past 10 was committed after 30 minutes")
+    assert (found.ending, found.why) == ("failed", "step 10 was committed after 30 minutes")
 
 
 @pytest.mark.parametrize("word", ["reset-budget", "exclude", "pardon"])
@@ -192,8 +193,8 @@ def test_a_job_that_is_taken_away_may_still_recover() -> None:
 
 def test_a_job_that_finished_is_past_every_step() -> None:
     agent = failed_once()
-    facts = msgspec.structs.replace(AFTER, committed=10)
-    tells(agent, facts, ended="the job finished: step 10 is committed", finished=True)
+    facts = msgspec.structs.replace(AFTER, committed=-1)
+    tells(agent, facts, ended="all workers ended with exit code 0", finished=True)
     assert one(agent).ending == "recovered"
 
 
@@ -235,7 +236,7 @@ def lived(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_every_incident_has_one_outcome_whatever_the_order(seed: int) -> None:
     world = lived(seed)
     found = outcomes(fold(world.records, highest_claim=world.claims))
@@ -249,7 +250,7 @@ def test_every_incident_has_one_outcome_whatever_the_order(seed: int) -> None:
     assert outcomes(fold(shuffled, highest_claim=world.claims)) == found
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_nothing_is_called_recovered_that_was_not(seed: int) -> None:
     """Against what really happened: some later attempt committed a step past the failing one."""
     world = lived(seed)
@@ -258,10 +259,10 @@ def test_nothing_is_called_recovered_that_was_not(seed: int) -> None:
         if item.ending == "recovered":
             where = next(r.where for r in world.records if _known_last(r, item, world.records))
             later = [end for end in lives if end.attempt > item.attempt]
-            assert any(end.committed > where for end in later), item
+            assert any(end.committed >= where for end in later), item
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_word_after_every_incident_leaves_nothing_recovered(seed: int) -> None:
     records: list[Record] = []
     for record in lived(seed).records:

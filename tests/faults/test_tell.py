@@ -35,7 +35,7 @@ def test_three_lines_say_what_failed_what_was_decided_and_how_it_ended() -> None
     what, decided, ended = told(agent).headline
     assert what == "XID_79 on rank 2 on node b at step 10 (fell off the bus), attempt 1"
     assert decided.startswith("decided: restart on other nodes as attempt 2, because ")
-    assert ended == "open: no step past 10 is committed yet"
+    assert ended == "open: step 10, which would prove it, is not committed yet"
     assert [section.title for section in told(agent).sections] == TITLES
     assert "no work any more for: b" in "\n".join(lines(told(agent), "decided"))
 
@@ -87,7 +87,7 @@ def test_nobody_is_blamed_in_words_where_nobody_is() -> None:
     assert ranks([]) == ""
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_history_can_be_told_at_every_moment(seed: int) -> None:
     policy, spares, ops = draw_history(seed)
     world = World(policy, spares)

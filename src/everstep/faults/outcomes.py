@@ -118,9 +118,11 @@ def figures(each: Iterable[Outcome]) -> Figures:
 
 
 def goal_of(incident: IncidentRecord, committed_before: int = -1) -> int:
-    """The step beyond which a commit is success: the failing one, or, where that is later, the
-    newest that was committed before, or that the keeper still may commit of what has failed."""
-    return max(incident.where, committed_before, incident.facts.reached if incident.fatal else -1)
+    """The first step whose commit is success: the failing one, once it is done, or, where that is
+    later, the one behind what was committed before, or what the keeper still may commit of the
+    attempt that failed."""
+    held = incident.facts.reached if incident.fatal else -1
+    return max(incident.where, committed_before + 1, held + 1)
 
 
 def seconds(result: ResultRecord, *, commit: bool = False) -> float | None:
@@ -228,16 +230,16 @@ class _Judge:
         if ended is not None:
             return ended.ending, ended.why
         if self._index.now - self._began > RESUME_WITHIN:
-            return "failed", f"no step past {self._goal} was committed within 30 minutes"
-        return "open", f"no step past {self._goal} is committed yet"
+            return "failed", f"step {self._goal} was not committed within 30 minutes"
+        return "open", f"step {self._goal}, which would prove it, is not committed yet"
 
     def _of_passed(self, passed: _Passed) -> tuple[Ending, str]:
         if passed.human:
-            return "failed", f"a step past {self._goal} was committed, after a person had helped"
+            return "failed", f"step {self._goal} was committed after a person had helped"
         if passed.after > RESUME_WITHIN:
             minutes = passed.after / 60
-            return "failed", f"a step past {self._goal} was committed after {minutes:.0f} minutes"
-        return "recovered", f"a step past {self._goal} was committed, with no human"
+            return "failed", f"step {self._goal} was committed after {minutes:.0f} minutes"
+        return "recovered", f"step {self._goal} is committed, with no human"
 
     # what is recorded after it
 
@@ -275,7 +277,7 @@ class _Judge:
         if record.attempt < self._incident.attempt + self._incident.fatal:
             return False
         finished = isinstance(record, ProgressRecord) and record.finished
-        return finished or (not record.facts.offline and record.facts.committed > self._goal)
+        return finished or (not record.facts.offline and record.facts.committed >= self._goal)
 
     # how the attempts that followed ended
 
