@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))  # train_jobs: jobs of warm processes
+sys.path.append(str(Path(__file__).parent / "faults"))  # told: histories in short words
 
 _INHERITED = ("EVERSTEP_", "PET_", "TORCHELASTIC_", "MASTER_")
 _RANKS = frozenset(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))

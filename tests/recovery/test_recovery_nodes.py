@@ -8,8 +8,6 @@ import pytest
 from recovery_proofs import assert_nothing_lost, assert_same
 from recovery_runs import Begin, Case, Reference
 
-from everstep.core import exits
-
 pytestmark = pytest.mark.timeout(1800)
 
 ONE, TWO = Case("gpt_ddp.py", world=2), Case("gpt_ddp.py", world=2, nodes=2)

@@ -494,7 +494,9 @@ class Agent:
         self._conclude(results)
 
     def _conclude(self, results: list[ResultRecord]) -> None:
-        for result in results:
+        for found in results:
+            # It is told in the attempt that proves it: what is recorded of that one came before.
+            result = msgspec.structs.replace(found, attempt=self._record.attempt)
             self._chronicle.note(result)
             how = "is over: a step past it is committed" if result.success else "was not got over"
             self._record.say(

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
+
 from everstep.agent.flags import Launch
 from everstep.core.settings import Settings
-from everstep.faults.budget import Limits
+from everstep.faults.budget import limits_of
 from everstep.faults.catalog import Catalog, load
 from everstep.faults.situation import Policy
 
@@ -20,17 +22,13 @@ from everstep.faults.situation import Policy
 def policy_of(launch: Launch) -> Policy:
     """The budgets and deadlines of this run. ``--max-restarts`` takes the place of the rules that
     count attempts; a failure that is deterministic stops the job all the same (F4)."""
-    settings, counted = launch.settings, launch.max_restarts is None
-    limits = Limits(
-        per_fingerprint=(settings.per_fingerprint or None) if counted else None,
-        no_progress=(settings.no_progress or None) if counted else None,
-        unrestored=Limits().unrestored if counted else None,
-        window_restarts=settings.window_restarts or None,
-        window_seconds=settings.window,
-        useful_share=settings.useful_share,
-        max_restarts=launch.max_restarts,
-    )
-    return Policy(limits=limits, hold=settings.verdict_deadline)
+    limits = limits_of(launch.settings)
+    if launch.max_restarts is not None:
+        limits = msgspec.structs.replace(
+            limits, per_fingerprint=None, no_progress=None, unrestored=None,
+            max_restarts=launch.max_restarts,
+        )  # fmt: skip
+    return Policy(limits=limits, hold=launch.settings.verdict_deadline)
 
 
 def catalog_of(settings: Settings) -> Callable[[], Catalog]:

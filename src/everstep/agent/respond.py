@@ -150,7 +150,7 @@ class Responder:
         facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
         ended = ProgressRecord(
             attempt, self._chronicle.stamp(), facts, next_sequence(past, attempt),
-            ended=word.reason, cause=cause,
+            ended=word.reason, cause=cause, finished=word.exit_code == exits.FINISHED,
         )  # fmt: skip
         self._chronicle.write([ended])
         return Decision("stop", word.exit_code, word.reason, word.warning)

@@ -7,6 +7,8 @@ take, or whether a process lives. Called by: keeper, train, agent, cli, drill.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 
 from everstep.core.clock import Clock
 from everstep.core.history import Entry
@@ -167,11 +169,24 @@ class Job:
         """
         return history.record(self._folder, entry)
 
-    def history(self, known: Listing | None = None) -> Listing:
+    def history(
+        self, known: Listing | None = None, *, cache: PathLike[str] | None = None
+    ) -> Listing:
         """All records that can be read, in order, and the names of those that cannot. What
-        ``known``, an earlier answer, has is not read again.
+        ``known``, an earlier answer, has is not read again, nor what lies below ``cache``, a folder
+        for what can be lost at any time; where both are given, ``known`` counts.
         """
-        return history.read(self._folder, known)
+        if cache is None or known is not None:
+            return history.read(self._folder, known)
+        # Few processes read a history, and sqlite3 is not loaded in those that do not.
+        from everstep.store import cache as beside
+
+        return beside.read(self._folder, Path(cache))
+
+    def store_time(self) -> float:
+        """Seconds since the epoch by the clock that stamps this store's objects; asking it writes
+        a small object."""
+        return self._folder.store_time()
 
     def merge_history(self, local: Job) -> MergeReport:
         """Bring here what was recorded in ``local``, the same job in a store on a local disk,
