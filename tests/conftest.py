@@ -34,7 +34,7 @@ def job_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         **kept,
         "EVERSTEP_EVENTS": str(tmp_path / "events.jsonl"),
         "EVERSTEP_STATE_DIR": str(tmp_path / "state"),
-        "EVERSTEP_VERDICT_DEADLINE": "0.3",  # nothing comes late here, and each stop would wait for it
+        "EVERSTEP_VERDICT_DEADLINE": "0.3",  # nothing comes late here
         "OMP_NUM_THREADS": "1",
     }
     _end_keepers_in(tmp_path)
