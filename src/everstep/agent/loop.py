@@ -28,6 +28,7 @@ from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
+from everstep.agent.notify import Notifier
 from everstep.agent.owner import Owner
 from everstep.agent.policy import catalog_of, policy_of
 from everstep.agent.proof import Proofs
@@ -103,13 +104,14 @@ class Agent:
         self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
         self._meeting = Meeting(launch.config)
+        self._notifier = Notifier(settings.notify, settings.job, settings.store, record)
         self._chronicle = Chronicle(
             settings, self._owner.identity, lambda: self._owner.job, record, SystemClock()
         )
         self._responder = Responder(
             self._chronicle, record, policy_of(launch), agent=self._owner.id,
             patience=settings.verdict_deadline, catalog=catalog_of(settings),
-            points=lambda: (), draw=random.random,
+            points=lambda: (), draw=random.random, tell=self._notifier.tell,
         )  # fmt: skip
 
     def run(self) -> int:
@@ -555,6 +557,7 @@ class Agent:
         return decision.exit_code
 
     def _close(self) -> None:
+        self._notifier.close()
         self._chronicle.close()
         self._keeper.close()
         self._owner.close()
