@@ -24,6 +24,7 @@ import torch
 from everstep.agent import agree, report, torch_events, workers
 from everstep.agent.chronicle import Chronicle
 from everstep.agent.decide import AttemptEnd, Decision, last_word
+from everstep.agent.evidence import Evidence
 from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
@@ -40,6 +41,7 @@ from everstep.agent.rendezvous import (
     Meeting,
     NodeEnd,
     NodeEntry,
+    NotNeeded,
     Plan,
     Round,
     found_again,
@@ -79,7 +81,6 @@ class Agent:
 
     def __init__(self, launch: Launch, signals: Signals, record: Recorder) -> None:
         settings = launch.settings
-        settings = launch.settings
         self._launch = launch
         self._signals = signals
         self._record = record
@@ -87,8 +88,10 @@ class Agent:
         self._expected = self._reached = False
         self._took_part = False
         self._same_nodes = False
-        self._began = 0.0
+        self._began = self._incident_began = self._incident_failed = 0.0
         self._failed = math.inf
+        self._name = ""
+        self._considered: set[str] = set()
         self._committed = -1
         self._next: DecisionRecord | None = None
         self._late: Decision | None = None
@@ -104,14 +107,16 @@ class Agent:
         self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
         self._meeting = Meeting(launch.config)
+        catalog = catalog_of(settings)
+        self._evidence = Evidence(settings, catalog)
         self._notifier = Notifier(settings.notify, settings.job, settings.store, record)
         self._chronicle = Chronicle(
             settings, self._owner.identity, lambda: self._owner.job, record, SystemClock()
         )
         self._responder = Responder(
             self._chronicle, record, policy_of(launch), agent=self._owner.id,
-            patience=settings.verdict_deadline, catalog=catalog_of(settings),
-            points=lambda: (), draw=random.random, tell=self._notifier.tell,
+            patience=settings.verdict_deadline, catalog=catalog,
+            points=lambda: (), draw=random.random, mode=settings.on_fault, tell=self._notifier.tell,
         )  # fmt: skip
 
     def run(self) -> int:
@@ -174,6 +179,8 @@ class Agent:
                 prepared = self._prepare()
         except Interrupted:
             return self._interrupted()
+        except NotNeeded:
+            return Decision("stop", exits.FINISHED, "the job ended before it needed this node")
         if isinstance(prepared, Decision):
             return prepared
         round_, plan = prepared
@@ -201,7 +208,14 @@ class Agent:
         group.close()
         self._failures = group.failures
         self._keeper.workers_ended(plan.attempt)
-        return end
+        return self._with_evidence(end)
+
+    def _with_evidence(self, end: NodeEnd) -> NodeEnd:
+        if not self._failures:
+            return end
+        self._evidence.look()
+        seen = self._evidence.of(end.signals, self._began, self._failed)
+        return msgspec.structs.replace(end, signals=seen)
 
     def _prepare(self) -> tuple[Round, Plan] | Decision:
         """Everything up to the start of the workers: ask the history, meet, claim (S6), begin at
@@ -229,10 +243,11 @@ class Agent:
     def _decided(self, names: tuple[str, ...]) -> Decision:
         """What was decided of the attempt that comes, by this agent or by one before it."""
         if self._next is None:
+            self._considered = set(names)
             self._owner.take(patience=self._patience)
             last = self._chronicle.last_attempt()
             self._committed = last.committed if last is not None else -1
-            ready = self._responder.begin(names, last)
+            ready = self._responder.begin(names, last, spares=self._meeting.spares())
             self._next = ready.record
             return ready
         return Decision("restart", 0, self._next.reason, record=self._next)
@@ -304,13 +319,11 @@ class Agent:
         return None
 
     def _left_out(self, names: tuple[str, ...], decided: DecisionRecord) -> tuple[int, ...]:
-        """The nodes of this round that the attempt is to do without, if others wait for their
-        place; the leader's own node is the last to go."""
-        wanted = set(decided.rung.nodes)
-        out = [node for node, name in enumerate(names) if name not in wanted]
-        if not wanted & set(names) or not out or self._meeting.waiting() < len(out):
-            return ()
-        return tuple(out)
+        """The nodes of this round that were decided against, if as many others wait for their
+        place; one that has come since is as good as any."""
+        against = self._considered - set(decided.rung.nodes)
+        out = tuple(node for node, name in enumerate(names) if name in against)
+        return out if out and self._meeting.spares() >= len(out) else ()
 
     def _begin_at(self, round_: Round, attempt: int) -> tuple[Plan, int]:
         """The plan of ``attempt``, or of the next one that can be had, begun at this node's
@@ -454,7 +467,7 @@ class Agent:
                         decision = Decision("stop", exits.LEFT_OUT, decision.reason)
                 else:
                     decision, self._same_nodes = agree.hear_verdict(round_)
-                if decision.action == "stop":
+                if decision.action == "stop" and decision.exit_code != exits.LEFT_OUT:
                     agree.part(round_)
                 return decision
         except Interrupted:
@@ -475,8 +488,11 @@ class Agent:
         if late is not None:
             decision = late
         else:
-            case = Case(plan, ends, end, self._began, self._failed, self._meeting.waiting())
+            case = Case(plan, ends, end, self._began, self._failed, self._meeting.spares())
             ended = time.monotonic()
+            self._considered = set(plan.names())
+            self._incident_began, self._incident_failed = self._began, self._failed
+            self._name = plan.names()[0]
             decision = self._responder.answer(case, self._more)
             self._try_to_prove(decision, ended)
         if decision.action == "restart" and not end.members_changed:
@@ -515,7 +531,7 @@ class Agent:
     def _more(self, seconds: float) -> tuple[Signal, ...]:
         """What else is learnt of an incident within ``seconds``."""
         select.select([self._signals], [], [], seconds)
-        return ()
+        return self._evidence.late(self._incident_began, self._incident_failed, self._name)
 
     def _interrupted(self) -> Decision:
         number = next(iter(self._signals.take()), signal.SIGTERM)
@@ -553,10 +569,13 @@ class Agent:
             self._conclude(self._proofs.give_up(self._chronicle.stamp()))
         self._keeper.leave()
         self._owner.release()
-        self._meeting.leave(for_good=decision.exit_code != exits.PREEMPTED)
+        self._meeting.leave(
+            for_good=decision.exit_code not in (exits.PREEMPTED, exits.LEFT_OUT) and self._took_part
+        )
         return decision.exit_code
 
     def _close(self) -> None:
+        self._evidence.close()
         self._notifier.close()
         self._chronicle.close()
         self._keeper.close()

@@ -33,7 +33,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
@@ -68,6 +72,10 @@ does."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
+
+
+class NotNeeded(Exception):
+    """The job has ended while this agent waited for a place in it."""
 
 
 class NodeEntry(msgspec.Struct, frozen=True):
@@ -309,6 +317,8 @@ class Meeting:
         """Meet the other nodes. Raises :class:`AgentError` where they do not come in time."""
         try:
             met = self._handler.next_rendezvous()
+        except RendezvousGracefulExitError as over:
+            raise NotNeeded from over
         except RendezvousConnectionError as gone:
             raise RendezvousLost(
                 f"the rendezvous at {self._config.rdzv_endpoint} cannot be reached: {gone}.",
@@ -358,6 +368,16 @@ class Meeting:
     def waiting(self) -> int:
         """How many agents wait to be let in; 0 where the rendezvous does not say."""
         return 0 if self.alone else max(0, self._ask(self._handler.num_nodes_waiting))
+
+    def spares(self) -> int:
+        """How many agents stand ready beside those of the round: they wait to be let in, or for
+        one to leave. torch keeps the latter in its own list, where it has one."""
+        if self.alone:
+            return 0
+        waiting = self.waiting()  # which asks the store; torch does so once a second
+        holder = getattr(self._handler, "_state_holder", None)
+        ready = len(getattr(getattr(holder, "state", None), "redundancy_list", ()))
+        return waiting + ready
 
     def leave(self, *, for_good: bool) -> None:
         """Part. ``for_good`` closes the rendezvous for every other agent too."""
