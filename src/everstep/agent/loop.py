@@ -29,6 +29,7 @@ from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
 from everstep.agent.notify import Notifier
+from everstep.agent.output import Output
 from everstep.agent.owner import Owner
 from everstep.agent.policy import catalog_of, policy_of
 from everstep.agent.proof import Proofs
@@ -72,13 +73,16 @@ from everstep.store import STALE_SECONDS
 
 MEET_SECONDS = 0.2
 """Between two tries to find the rendezvous again."""
+SHOW_SECONDS = 5.0
+"""At the end of a job that did not finish: for a slow console to take what workers printed."""
+STOPPED_SECONDS = 0.5
+"""Without a byte taken: then the console is one that nobody reads."""
 
 
 class Agent:
     """One call of ``everstep run`` on one node."""
 
     def __init__(self, launch: Launch, signals: Signals, record: Recorder) -> None:
-        settings = launch.settings
         settings = launch.settings
         self._launch = launch
         self._signals = signals
@@ -95,6 +99,8 @@ class Agent:
         self._proofs = Proofs()
         self._learnt = Learnt(record, self._proofs, self._proved)
         self._failures: list[report.Failure] = []
+        catalog = catalog_of(settings)
+        self._output = Output(catalog)
         self._index, self._number_lock = self._own_number()
         several = launch.config.max_nodes > 1
         self._keeper = NodeKeeper(
@@ -110,7 +116,7 @@ class Agent:
         )
         self._responder = Responder(
             self._chronicle, record, policy_of(launch), agent=self._owner.id,
-            patience=settings.verdict_deadline, catalog=catalog_of(settings),
+            patience=settings.verdict_deadline, catalog=catalog.result,
             points=lambda: (), draw=random.random, tell=self._notifier.tell,
         )  # fmt: skip
 
@@ -413,7 +419,8 @@ class Agent:
         points.reach("agent.workers.before_start")
         group = workers.start(
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
-            place, self._worker_settings(round_, plan),
+            place, self._worker_settings(round_, plan), self._output,
+            plan.names()[round_.node],
         )  # fmt: skip
         self._proofs.started(time.monotonic())
         self._keeper.workers_started(group.pids)
@@ -533,6 +540,7 @@ class Agent:
         )  # fmt: skip
 
     def _stop(self, decision: Decision) -> int:
+        self._show_output(decision)
         if decision.warning:
             self._record.say("job.warning", decision.warning, level="warning")
         wanted = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
@@ -556,8 +564,28 @@ class Agent:
         self._meeting.leave(for_good=decision.exit_code != exits.PREEMPTED)
         return decision.exit_code
 
+    def _show_output(self, decision: Decision) -> None:
+        """What workers printed comes before what is said of it. A job that ended by itself waits
+        for its console, as its workers did before there was an agent between; a signal ends it."""
+        began, waits = time.monotonic(), decision.exit_code == exits.FINISHED
+        try:
+            with self._signals.interruptible():
+                while not self._output.flush(STOPPED_SECONDS):
+                    now = time.monotonic()
+                    moves = now - self._output.moved < STOPPED_SECONDS
+                    if not waits and (now - began > SHOW_SECONDS or not moves):
+                        break
+        except Interrupted:
+            self._signals.take()
+        if self._output.lost:
+            self._record.say(
+                "output.lost", f"not all that workers printed could be shown: {self._output.lost}",
+                level="warning",
+            )  # fmt: skip
+
     def _close(self) -> None:
         self._notifier.close()
+        self._output.close()
         self._chronicle.close()
         self._keeper.close()
         self._owner.close()
