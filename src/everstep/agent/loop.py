@@ -207,6 +207,8 @@ class Agent:
         group.close()
         self._failures = group.failures
         self._keeper.workers_ended(plan.attempt)
+        if self._failures:
+            end = msgspec.structs.replace(end, signals=group.evidence(0.0))
         return end
 
     def _prepare(self) -> tuple[Round, Plan] | Decision:
