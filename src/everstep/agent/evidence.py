@@ -15,7 +15,7 @@ import msgspec
 from everstep.agent.watch.node import NodeWatch, timed
 from everstep.agent.watch.registry import Around, paths_of, sources
 from everstep.core.settings import Settings
-from everstep.faults.cap import BEFORE, capped
+from everstep.faults.cap import BEFORE, MOST_BYTES, capped
 from everstep.faults.catalog import Catalog
 from everstep.faults.records import Signal
 from everstep.faults.redact import redacted
@@ -23,6 +23,9 @@ from everstep.keeper.spawn import state_dir
 
 LOOK_SECONDS = 0.1
 """For every source to look once more before workers are stopped; part of the 0.3 s in all."""
+
+ALL_BYTES, LEAST_BYTES = 8 << 20, 16 << 10
+"""Of the evidence of all nodes together, and of one node all the same."""
 
 
 class Evidence:
@@ -38,11 +41,15 @@ class Evidence:
         """Have every source look now."""
         self._watch.gather(LOOK_SECONDS)
 
-    def of(self, said: Iterable[Signal], began: float, failed: float) -> tuple[Signal, ...]:
+    def of(
+        self, said: Iterable[Signal], began: float, failed: float, *, nodes: int = 1
+    ) -> tuple[Signal, ...]:
         """All that was seen of the failure at ``failed`` of the attempt that began at ``began``
-        (CLOCK_MONOTONIC): what the node's sources gave, and what workers ``said``."""
+        (CLOCK_MONOTONIC): what the node's sources gave, and what workers ``said``. Of many
+        ``nodes`` each says less: all of it goes through the leader."""
         seen = timed((*map(redacted, said), *self._watch.since(failed - BEFORE)), began)
-        return capped(seen, failed, self._catalog())
+        most = max(LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // nodes))
+        return capped(seen, failed, self._catalog(), most_bytes=most)
 
     def late(self, began: float, failed: float, node: str) -> tuple[Signal, ...]:
         """What came since, under the name of the node."""

@@ -30,6 +30,7 @@ from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
 from everstep.agent.notify import Notifier
+from everstep.agent.output import Output
 from everstep.agent.owner import Owner
 from everstep.agent.policy import catalog_of, policy_of
 from everstep.agent.proof import Proofs
@@ -74,6 +75,10 @@ from everstep.store import STALE_SECONDS
 
 MEET_SECONDS = 0.2
 """Between two tries to find the rendezvous again."""
+SHOW_SECONDS = 5.0
+"""At the end of a job that did not finish: for a slow console to take what workers printed."""
+STOPPED_SECONDS = 0.5
+"""Without a byte taken: then the console is one that nobody reads."""
 
 
 class Agent:
@@ -98,6 +103,8 @@ class Agent:
         self._proofs = Proofs()
         self._learnt = Learnt(record, self._proofs, self._proved)
         self._failures: list[report.Failure] = []
+        catalog = catalog_of(settings)
+        self._output = Output(catalog)
         self._index, self._number_lock = self._own_number()
         several = launch.config.max_nodes > 1
         self._keeper = NodeKeeper(
@@ -107,15 +114,14 @@ class Agent:
         self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
         self._meeting = Meeting(launch.config)
-        catalog = catalog_of(settings)
-        self._evidence = Evidence(settings, catalog)
+        self._evidence = Evidence(settings, catalog.result)
         self._notifier = Notifier(settings.notify, settings.job, settings.store, record)
         self._chronicle = Chronicle(
             settings, self._owner.identity, lambda: self._owner.job, record, SystemClock()
         )
         self._responder = Responder(
             self._chronicle, record, policy_of(launch), agent=self._owner.id,
-            patience=settings.verdict_deadline, catalog=catalog,
+            patience=settings.verdict_deadline, catalog=catalog.result,
             points=lambda: (), draw=random.random, mode=settings.on_fault, tell=self._notifier.tell,
         )  # fmt: skip
 
@@ -208,13 +214,14 @@ class Agent:
         group.close()
         self._failures = group.failures
         self._keeper.workers_ended(plan.attempt)
-        return self._with_evidence(end)
+        return self._with_evidence(end, group, round_.nodes)
 
-    def _with_evidence(self, end: NodeEnd) -> NodeEnd:
+    def _with_evidence(self, end: NodeEnd, group: Workers, nodes: int) -> NodeEnd:
         if not self._failures:
             return end
         self._evidence.look()
-        seen = self._evidence.of(end.signals, self._began, self._failed)
+        said = (*end.signals, *group.evidence(0.0))
+        seen = self._evidence.of(said, self._began, self._failed, nodes=nodes)
         return msgspec.structs.replace(end, signals=seen)
 
     def _prepare(self) -> tuple[Round, Plan] | Decision:
@@ -426,7 +433,8 @@ class Agent:
         points.reach("agent.workers.before_start")
         group = workers.start(
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
-            place, self._worker_settings(round_, plan),
+            place, self._worker_settings(round_, plan), self._output,
+            plan.names()[round_.node],
         )  # fmt: skip
         self._proofs.started(time.monotonic())
         self._keeper.workers_started(group.pids)
@@ -549,6 +557,7 @@ class Agent:
         )  # fmt: skip
 
     def _stop(self, decision: Decision) -> int:
+        self._show_output(decision)
         if decision.warning:
             self._record.say("job.warning", decision.warning, level="warning")
         wanted = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
@@ -574,9 +583,29 @@ class Agent:
         )
         return decision.exit_code
 
+    def _show_output(self, decision: Decision) -> None:
+        """What workers printed comes before what is said of it. A job that ended by itself waits
+        for its console, as its workers did before there was an agent between; a signal ends it."""
+        began, waits = time.monotonic(), decision.exit_code == exits.FINISHED
+        try:
+            with self._signals.interruptible():
+                while not self._output.flush(STOPPED_SECONDS):
+                    now = time.monotonic()
+                    moves = now - self._output.moved < STOPPED_SECONDS
+                    if not waits and (now - began > SHOW_SECONDS or not moves):
+                        break
+        except Interrupted:
+            self._signals.take()
+        if self._output.lost:
+            self._record.say(
+                "output.lost", f"not all that workers printed could be shown: {self._output.lost}",
+                level="warning",
+            )  # fmt: skip
+
     def _close(self) -> None:
         self._evidence.close()
         self._notifier.close()
+        self._output.close()
         self._chronicle.close()
         self._keeper.close()
         self._owner.close()
