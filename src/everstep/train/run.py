@@ -23,12 +23,15 @@ from everstep.train.boundary import Boundary, Preempted
 from everstep.train.calls import explained
 from everstep.train.connect import Connection, connect
 from everstep.train.data import DataFeed
+from everstep.train.finite import Finite
 from everstep.train.leaving import Leaving, ends_by_exception, left_in_order
 from everstep.train.options import Options, check_claimed, effective, overruled, whole
 from everstep.train.place import Place, read_place
 from everstep.train.restore import Restorer
 from everstep.train.session import Session
 from everstep.train.voice import Voice, check_figures
+
+_TOLD_HOLD = 0.005
 
 LOADER = "loader"
 """The keyword whose object gives the batches of :meth:`Run.steps`."""
@@ -69,13 +72,17 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
             session = Session(objects, place, options, feed)
             doubts = (overruled(options, settings), session.unsaved())
         undo.callback(session.close)
+        finite = Finite(
+            session.attached, session.since, place, voice, mode=settings.nonfinite,
+            watched=options.watched,
+        )  # fmt: skip
         connection = connect(settings, place, voice)
         undo.pop_all()
     if not settings.attempt and (wrong := misspelt(os.environ)):
         voice.warn(wrong)
     for doubt in filter(None, doubts if place.rank == 0 else ()):
         voice.warn(doubt)
-    return Run(session, connection, settings, place, feed, voice)
+    return Run(session, connection, settings, place, feed, voice, finite)
 
 
 class Run:
@@ -94,6 +101,7 @@ class Run:
         place: Place,
         feed: DataFeed | None,
         voice: Voice,
+        finite: Finite,
     ) -> None:
         self.step = 0
         self.at_boundary = False
@@ -107,7 +115,9 @@ class Run:
         self._batches: Iterator[Any] | None = None
         self._standing: _Standing = "boundary"
         self._asked_for: _Asked | None = None
-        self._boundary = Boundary(session, connection, settings, place)
+        self._finite = finite
+        self._asked_skips = False
+        self._boundary = Boundary(session, connection, settings, place, finite)
         self._restorer = Restorer(session, connection, settings, place)
         self._leaving = Leaving(session.since, self._boundary, voice, settings, place)
         self._counted = False
@@ -130,10 +140,13 @@ class Run:
             try:
                 with self._boundary.before_the_first(), self._fatal_errors():
                     self.step = self._restorer.restore()
+                    self._await_release()
             except Preempted as stop:
                 self._leave(stop.exit_code, str(stop))
             self._boundary.start(self.step, durable=self._restorer.durable)
             self._session.since.start()
+            self._finite.replay_until = self._connection.replay_until
+            self._finite.start()
             self._restored = True
         return self.step
 
@@ -145,9 +158,13 @@ class Run:
         the loop's body is the step boundary. When the last step is done, its checkpoint is
         committed before the loop ends; a finished job yields nothing. Where the body is left by
         ``break`` or ``return`` after the optimizer has stepped, that step counts and is committed
-        as well; all ranks must leave at the same step. Raises
+        as well; all ranks must leave at the same step.
+
+        Where a decision leaves the batches of a step out (they gave no finite values), they are
+        drawn and not given to the body: the step counts, and no optimizer steps in it. Raises
         :class:`~everstep.errors.PendingGradients` where a boundary holds gradients that no
-        optimizer step has used.
+        optimizer step has used, :class:`~everstep.errors.NonFinite` where a logged figure or a
+        parameter is no finite number.
         """
         for name, value, least in (("until", until, 0), ("accumulate", accumulate, 1)):
             if not whole(value, least):
@@ -156,9 +173,12 @@ class Run:
         self.restore()
         self._finished = False  # a loop before may have had a smaller until
         while self.step < until:
-            for micro in range(accumulate):
-                self.at_boundary = micro == accumulate - 1
-                yield from self._body()
+            if self.step + 1 in self._connection.skip:
+                self._leave_out(accumulate)
+            else:
+                for micro in range(accumulate):
+                    self.at_boundary = micro == accumulate - 1
+                    yield from self._body()
             self._end_step()
         self._finish()
 
@@ -175,7 +195,22 @@ class Run:
             return  # the end of this step was known when the loop was left
         if self._standing == "body":
             raise UsageError("step_end() came inside run.steps(), which ends the step by itself.")
+        with self._fatal_errors():
+            self._check_left_out()
         self._end_step()
+
+    @explained("Ask run.skips(run.step + 1) before the step's batches are used.")
+    def skips(self, step: int) -> bool:
+        """Whether the batches of ``step`` (the first is 1) are to be left out, because a decision
+        says that they give no finite values and the user allows it.
+
+        For a loop of your own: draw them, throw them away, do no optimizer step, and call
+        :meth:`step_end`. A loop that does not ask ends with an error where a step is to be left
+        out. :meth:`steps` does it by itself.
+        """
+        self._check_restored("skips()")
+        self._asked_skips = True
+        return step in self._connection.skip
 
     @explained("run.checkpoint(wait=True, timeout=600.0)")
     def checkpoint(self, *, wait: bool = False, timeout: float = 600.0) -> bool:
@@ -205,10 +240,13 @@ class Run:
         """Note figures of the step that is being computed (numbers or 0-d tensors).
 
         They go to the journal of events where one was asked for; a tensor is read only then,
-        because reading it makes a device wait. Raises :class:`~everstep.errors.UsageError` for
-        what is no figure.
+        because reading it makes a device wait. ``loss`` and ``grad_norm`` (or what
+        ``Options(watched=...)`` names) must be finite in a step that an optimizer uses: they are
+        looked at when the step ends, those on a device without waiting for it. Raises
+        :class:`~everstep.errors.UsageError` for what is no figure.
         """
         check_figures(values)
+        self._finite.note(values)
         self._voice.log_values(self.step + 1, values)
 
     def close(self) -> None:
@@ -230,7 +268,7 @@ class Run:
             return  # a forked child that ends: the connection and the rest are the parent's
         if self._finished and self._leaving.until is not None:
             self._boundary.report_finished(self.step, self._leaving.until)
-        elif not ends_by_exception(self._error_before):
+        elif self._finite.found is None and not ends_by_exception(self._error_before):
             self._leaving.close(
                 self.step, restored=self._restored, in_body=self._standing != "boundary",
                 exiting=exiting,
@@ -273,6 +311,43 @@ class Run:
         self._counted = True
         committed = self._leaving.count_step(self.step)
         self._finished = committed and self.step == self._leaving.until
+
+    def _await_release(self) -> None:
+        seconds = self._connection.await_release()
+        if seconds >= _TOLD_HOLD:
+            self._connection.say(
+                "train.held", f"the first batch has waited {seconds:.2f} s for the verdict",
+                level="debug", seconds=seconds,
+            )  # fmt: skip
+
+    def _leave_out(self, accumulate: int) -> None:
+        """Draw the batches of the step in hand and do nothing with them."""
+        with self._fatal_errors():
+            for _ in range(accumulate if self._feed is not None else 0):
+                self._next()
+        self._tell_left_out()
+
+    def _check_left_out(self) -> None:
+        """A loop of the user's own has ended a step whose batches are to be left out."""
+        step = self.step + 1
+        if step not in self._connection.skip:
+            return
+        if not self._asked_skips or self._session.since.stepped:
+            did = "did a step of the optimizer" if self._asked_skips else "does not ask"
+            raise UsageError(
+                f"the batches of step {step} are to be left out, and this loop {did}.",
+                hint="Before a step uses its batches ask run.skips(run.step + 1); where it says "
+                "True, draw them, throw them away and call run.step_end().",
+            )
+        self._tell_left_out()
+
+    def _tell_left_out(self) -> None:
+        step = self.step + 1
+        self._connection.say(
+            "train.step_skipped",
+            f"step {step}: its batches are left out, no optimizer steps", step=step,
+            level="warning",
+        )  # fmt: skip
 
     def _pass_boundary(self) -> None:
         self.step += 1
