@@ -29,7 +29,6 @@ from everstep.state import sharding
 from everstep.state.inspect import Attached
 from everstep.train.place import Place
 from everstep.train.since import Since
-from everstep.train.voice import Voice
 
 Mode = Literal["stop", "warn", "off"]
 
@@ -54,14 +53,14 @@ class Finite:
         attached: Attached,
         since: Since,
         place: Place,
-        voice: Voice,
+        say: Callable[..., None],
         *,
         mode: Mode = "stop",
         watched: Iterable[str] = ("loss", "grad_norm"),
     ) -> None:
         self._since = since
         self._place = place
-        self._voice = voice
+        self._say = say
         self._mode = mode
         self._watched = frozenset(watched)
         self._logged: list[_Figure] = []
@@ -123,7 +122,7 @@ class Finite:
             if math.isfinite(value):
                 self._figures = "bad" if self._figures == "bad" else "finite"
             elif step.unused or step.scale_fell():
-                self._voice.say(
+                self._say(
                     "train.step_unused", f"no optimizer used it: {figure.name} was out of range",
                     step=step.number, level="debug", figure=figure.name, value=str(value),
                 )  # fmt: skip
@@ -136,7 +135,7 @@ class Finite:
         stops = self._mode == "stop"
         if self._told != step:
             self._told = step
-            self._voice.say(
+            self._say(
                 "train.nonfinite", found.what, step=step, level="error" if stops else "warning",
                 figure=what, value=str(value), stops=stops,
             )  # fmt: skip

@@ -73,7 +73,7 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
             doubts = (overruled(options, settings), session.unsaved())
         undo.callback(session.close)
         finite = Finite(
-            session.attached, session.since, place, voice, mode=settings.nonfinite,
+            session.attached, session.since, place, voice.say, mode=settings.nonfinite,
             watched=options.watched,
         )  # fmt: skip
         connection = connect(settings, place, voice)
