@@ -237,7 +237,7 @@ def test_a_held_worker_goes_on_when_it_is_released(place: Folder) -> None:
 
 def test_a_held_worker_goes_on_at_the_deadline_and_not_before(place: Folder) -> None:
     keeper, agent = Keeper(place), Agent(place)
-    agent.begin(1, ((0,),), hold=0.5)
+    agent.begin(1, ((0,),), hold=0.3)
     worker = Worker(place, attempt=1)
     with closing(keeper, agent, worker):
         deadline = worker.link.page.held_until()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from everstep.faults.judge import judge
 from everstep.faults.read import log
 from everstep.state.inspect import Attached
 from everstep.train import finite as finite_room
+from everstep.train import uncaught
 from everstep.train.finite import Finite
 from everstep.train.place import Place
 from everstep.train.since import Since
@@ -265,18 +267,36 @@ def test_a_frozen_parameter_may_hold_what_it_likes() -> None:
     assert watched.cut(whole=True) == Health("none", "all", "agreed")
 
 
-def test_a_part_at_each_cut_comes_to_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R8's budget: in between looks at all, cuts look at a part that goes round."""
-    monkeypatch.setattr(finite_room, "_PIECE_BYTES", 8)
+def test_a_part_at_each_cut_comes_to_every_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R8's budget: between looks at all of them, cuts look at a part that moves on."""
+    monkeypatch.setattr(finite_room, "_LEAST", 1)
     watched = Watched()
     assert watched.cut() == Health("none", "all", "agreed")
     watched.finite._parameters._whole_again_at = INF
     assert watched.cut(nbytes=400) == Health("none", "part", "agreed")
     with torch.no_grad():
         watched.model[1].bias[1] = NAN
-    seen = [watched.finite._parameters.look(20, whole=False)[1] for _ in range(13)]
-    assert seen[0] is None
+    seen = [watched.finite._parameters.look(20, whole=False)[1] for _ in range(6)]
     assert {wrong.name for wrong in seen if wrong is not None} == {"model.1.bias"}
+    with torch.no_grad():
+        watched.model[1].bias[1] = 0.0
+        watched.model[0].weight.t()[1, 2] = NAN
+    watched.model[0].weight.data = watched.model[0].weight.data.t().contiguous().t()  # scattered
+    seen = [watched.finite._parameters.look(20, whole=False)[1] for _ in range(9)]
+    assert None in seen
+    assert {wrong.name for wrong in seen if wrong is not None} == {"model.0.weight"}
+
+
+def test_what_spoils_all_parameters_is_seen_in_the_smallest_part() -> None:
+    """A rank whose loss nobody logs has spoilt the gradients of all."""
+    watched = Watched()
+    watched.model.append(nn.Linear(2, 100_000))
+    watched.cut()
+    watched.finite._parameters._whole_again_at = INF
+    with torch.no_grad():
+        for parameter in watched.model.parameters():
+            parameter.mul_(NAN)
+    assert watched.finite._parameters.look(1, whole=False)[1] is not None
 
 
 def test_a_checkpoint_that_is_asked_for_looks_at_everything() -> None:
@@ -325,3 +345,15 @@ def test_the_error_keeps_what_it_says_between_processes() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
     assert (copy.rank, copy.step, copy.figure, copy.value) == (3, 57, "loss", INF)
+
+
+def test_an_uncaught_one_is_in_the_error_file_and_printed_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    printed: list[BaseException] = []
+    told = uncaught.hook(
+        lambda _, error, __: printed.append(error), {"TORCHELASTIC_ERROR_FILE": str(path)}
+    )
+    error = NonFinite.at(rank=3, step=57, figure="loss", value=INF)
+    told(NonFinite, error, None)
+    assert printed == [error]
+    assert "rank 3: non-finite value at step 57: loss is inf" in path.read_text()

@@ -150,13 +150,15 @@ class Connection:
         """The step that had failed, where it is replayed."""
         return self.link.replay_until
 
+    def is_held(self) -> bool:
+        """Whether the first batch has to wait now."""
+        return time.monotonic_ns() < self.link.page.held_until()
+
     def await_release(self) -> float:
         """Wait as long as the keeper holds this attempt's first batch; how many seconds. A keeper
         that has died holds nobody."""
         began, page = time.monotonic(), self.link.page
-        while self.keep_alive() and self.link.page is page:
-            if time.monotonic_ns() >= page.held_until():
-                break
+        while self.keep_alive() and self.link.page is page and self.is_held():
             time.sleep(_HOLD_POLL)
         return time.monotonic() - began
 

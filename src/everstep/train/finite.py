@@ -36,7 +36,8 @@ WHOLE_SHARE = 0.001
 """Of training time, for looks at all parameters. Cuts between them look at a part."""
 PART_SHARE = 0.05
 """Of a cut's bytes, for the part: reading is at least twice as fast as copying."""
-_PIECE_BYTES = 4 << 20
+_LEAST = 1024
+"""Elements of a window: fewer cost as much."""
 _BEHIND = 8
 """Steps of which figures may be on their way from a device before one is waited for."""
 
@@ -244,82 +245,66 @@ class _Wrong(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter."""
+    """A part of a parameter of that name."""
 
     name: str
-    parameter: torch.Tensor
-    start: int
-    stop: int
-    nbytes: int
-
-    def elements(self) -> torch.Tensor:
-        flat = sharding.local(self.parameter).detach().reshape(-1)
-        return flat[self.start : self.stop]
+    elements: torch.Tensor
 
 
 class _Trained:
-    """The parameters that are trained, in pieces. A frozen one may hold what it likes.
+    """The parameters that are trained. A frozen one may hold what it likes.
 
-    Each look goes on where the one before has ended; ranks begin at different places, because most
-    of them hold the same."""
+    A look at a part takes a window of every parameter: what spoils all of them (a loss that is no
+    number, a norm that all gradients are divided by) is seen at once. The windows move on from look
+    to look, and those of ranks begin at different places, because most ranks hold the same."""
 
     def __init__(self, attached: Attached, place: Place) -> None:
         self._attached = attached
         self._place = place
-        self._pieces: list[_Piece] | None = None
-        self._at = 0
+        self._names: dict[int, str] = {}
+        self._round = 0
         self._whole_again_at = 0.0
 
     def look(self, budget: int, *, whole: bool) -> tuple[Parameters, _Wrong | None]:
-        """How much was looked at, and the first that is no number."""
-        pieces = self._listed()
-        if not pieces:
+        """How much was looked at, with ``budget`` bytes for a part, and the first that is no
+        number."""
+        parameters = self._listed()
+        if not parameters:
             return "none", None
         began = time.monotonic()
         if whole or began >= self._whole_again_at:
-            wrong = _first_wrong(pieces)
+            wrong = _first_wrong([_Piece(*one) for one in parameters])
             now = time.monotonic()
             self._whole_again_at = now + (now - began) / WHOLE_SHARE
             return "all", wrong
-        part = self._next(pieces, budget)
-        return ("all" if len(part) == len(pieces) else "part"), _first_wrong(part)
+        share = budget / sum(local.nbytes for _, local in parameters)
+        part = [_Piece(name, self._window(local, share)) for name, local in parameters]
+        self._round += 1
+        return ("all" if share >= 1.0 else "part"), _first_wrong(part)
 
-    def _next(self, pieces: list[_Piece], budget: int) -> list[_Piece]:
-        part: list[_Piece] = []
-        while len(part) < len(pieces) and (not part or budget > 0):
-            part.append(pieces[self._at])
-            budget -= part[-1].nbytes
-            self._at = (self._at + 1) % len(pieces)
-        return part
+    def _window(self, local: torch.Tensor, share: float) -> torch.Tensor:
+        # One that lies scattered would be copied to be made flat: there whole rows are taken.
+        flat = local.reshape(-1) if local.is_contiguous() else local
+        length = flat.shape[0]
+        size = min(max(math.ceil(length * share), min(length, _LEAST), 1), length)
+        count = -(-length // size)
+        at = (self._round + self._place.rank * count // self._place.world) % count
+        return flat[at * size : (at + 1) * size]
 
-    def _listed(self) -> list[_Piece]:
-        trained = [p for _, m in self._attached.modules() for p in m.parameters() if _is_trained(p)]
-        unique = {id(p): p for p in trained}
-        known = [] if self._pieces is None else [id(p.parameter) for p in self._pieces]
-        if self._pieces is None or dict.fromkeys(known).keys() != unique.keys():
-            names = self._attached.parameter_names()
-            self._pieces = [
-                piece for p in unique.values() for piece in _cut(names.get(id(p), "?"), p)
-            ]
-            self._at = self._place.rank * len(self._pieces) // max(self._place.world, 1)
-        return self._pieces
+    def _listed(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and local parts; those without elements have nothing to look at."""
+        held = [p for _, m in self._attached.modules() for p in m.parameters() if _is_trained(p)]
+        unique = {id(parameter): parameter for parameter in held}
+        if not unique.keys() <= self._names.keys():
+            self._names = self._attached.parameter_names()
+        locals_ = [(key, sharding.local(p).detach()) for key, p in unique.items()]
+        return [(self._names.get(key, "?"), local) for key, local in locals_ if local.numel()]
 
 
 def _is_trained(parameter: torch.Tensor) -> bool:
     kind = parameter.dtype
     wide = kind.is_floating_point and kind.itemsize >= 2  # torch cannot add up 8-bit floats
     return parameter.requires_grad and wide and parameter.device.type != "meta"
-
-
-def _cut(name: str, parameter: torch.Tensor) -> list[_Piece]:
-    local = sharding.local(parameter)
-    size, count = local.element_size(), local.numel()
-    # One that lies scattered would be copied to be cut into pieces.
-    step = max(_PIECE_BYTES // size, 1) if local.is_contiguous() else max(count, 1)
-    return [
-        _Piece(name, parameter, at, min(at + step, count), (min(at + step, count) - at) * size)
-        for at in range(0, count, step)
-    ]
 
 
 def _first_wrong(pieces: list[_Piece]) -> _Wrong | None:
@@ -338,12 +323,12 @@ def _first_wrong(pieces: list[_Piece]) -> _Wrong | None:
 def _sum(piece: _Piece) -> torch.Tensor:
     # In the elements' own type: torch adds 16-bit floats up as 32-bit ones by itself, but copies
     # them first where it is asked to, which is ten times as slow.
-    return piece.elements().sum().float()
+    return piece.elements.sum().float()
 
 
 def _wrong(piece: _Piece) -> _Wrong | None:
     """None where large finite values have only added up to infinity."""
-    elements = piece.elements()
+    elements = piece.elements
     if bool(torch.isfinite(elements).all()):
         return None
     return _Wrong(piece.name, math.nan if bool(torch.isnan(elements).any()) else math.inf)

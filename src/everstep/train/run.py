@@ -31,8 +31,6 @@ from everstep.train.restore import Restorer
 from everstep.train.session import Session
 from everstep.train.voice import Voice, check_figures
 
-_TOLD_HOLD = 0.005
-
 LOADER = "loader"
 """The keyword whose object gives the batches of :meth:`Run.steps`."""
 
@@ -220,7 +218,8 @@ class Run:
         the end of the body, because only there a step is whole; in a loop of your own it is taken
         at once, so call it right after :meth:`step_end`. ``wait`` waits there up to ``timeout`` s
         for the commit. The answer is whether the step is committed now (always False without
-        ``wait``, and inside the body). A save that fails never raises: an event names the cause.
+        ``wait``, and inside the body). A save that fails never raises: an event names the cause. A
+        state that is not a number is no save that fails: :class:`~everstep.errors.NonFinite`.
         """
         self._check_restored("checkpoint()")
         if self._standing == "left":
@@ -313,12 +312,13 @@ class Run:
         self._finished = committed and self.step == self._leaving.until
 
     def _await_release(self) -> None:
+        """The verdict on the attempt before may still be coming."""
+        if not self._connection.is_held():
+            return
+        say = self._connection.say
+        say("train.holding", "the first batch waits for the verdict", level="debug")
         seconds = self._connection.await_release()
-        if seconds >= _TOLD_HOLD:
-            self._connection.say(
-                "train.held", f"the first batch has waited {seconds:.2f} s for the verdict",
-                level="debug", seconds=seconds,
-            )  # fmt: skip
+        say("train.held", f"it has waited {seconds:.2f} s", level="debug", seconds=seconds)
 
     def _leave_out(self, accumulate: int) -> None:
         """Draw the batches of the step in hand and do nothing with them."""
