@@ -159,7 +159,7 @@ def _render(listing: Listing, console: Console) -> None:
                      right=("step", "attempt", "size", "world"))  # fmt: skip
         for item in job.checkpoints:
             rows.add_row(
-                str(item.step), str(item.attempt), item.state, item.health or "not known",
+                str(item.step), str(item.attempt), item.state, item.health or "-",
                 age(item.age_s), size(item.bytes),
                 str(item.world or "?"), _lineage(item),
                 "loads next" if item.loads else Text(item.error),
