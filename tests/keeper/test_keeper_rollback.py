@@ -18,8 +18,8 @@ from everstep.core.ids import Point
 from everstep.core.settings import Settings
 from everstep.errors import NoRecoveryPoint, StoreError
 from everstep.keeper import commands, facts
-from everstep.keeper.elect import rollback_order
 from everstep.keeper.facts import Boundary, Candidate, Held
+from everstep.keeper.rollback import rollback_order
 from everstep.keeper.wire import Release
 from everstep.train.connect import Connection
 from everstep.train.place import Place

@@ -104,7 +104,9 @@ def test_a_figure_that_is_no_number_ends_the_step(value: Any) -> None:
     assert watched.said[0][1]["step"] == 2
 
 
-@pytest.mark.parametrize("value", [0, 3, True, 1e38, torch.tensor(7), np.float64(2)], ids=str)
+@pytest.mark.parametrize(
+    "value", [0, 3, True, 10**400, 1e38, torch.tensor(7), np.float64(2)], ids=str
+)
 def test_a_number_is_no_fault_however_large(value: Any) -> None:
     """A spike is for a person to judge."""
     watched = Watched()

@@ -13,7 +13,7 @@ to be unsound is none, whatever is newer is none, and the job never begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,12 +37,12 @@ from everstep.keeper.commands import (
 )
 from everstep.keeper.facts import (
     BranchWritten,
-    Candidate,
     MemoryChecked,
     OfferAsked,
     StoreRead,
     Voted,
 )
+from everstep.keeper.rollback import rollback_order
 from everstep.keeper.situation import Situation
 from everstep.keeper.table import Complete
 from everstep.keeper.wire import SlotName, WentOn
@@ -574,21 +574,6 @@ class Election:
 
     def _refuse_one(self, rank: int, code: str, what: str, hint: str = "") -> None:
         self.at.say(RefuseTo(self.at.node_of(rank), rank, code, what, hint))
-
-
-def rollback_order(candidates: Iterable[Candidate], target: Point) -> tuple[Candidate, ...]:
-    """What a rollback to ``target`` may go on from, best first: the target itself (who named it
-    knows why), then older ones, the newest first, those known to be sound before those of which
-    nothing is known. Never a newer one, nor one that is known to be unsound."""
-    found = sorted((c for c in candidates if c.point <= target), key=_newest_first)
-    named = tuple(c for c in found if c.point == target)
-    older = [c for c in found if c.point != target]
-    sound = tuple(c for c in older if c.sound)
-    return (*named, *sound, *(c for c in older if c.sound is None))
-
-
-def _newest_first(candidate: Candidate) -> tuple[int, int]:
-    return -candidate.point.step, -candidate.point.attempt
 
 
 _WORLD_HINT = (

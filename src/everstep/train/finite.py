@@ -18,6 +18,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Rational
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -176,7 +177,7 @@ def _figure(name: str, value: Any) -> _Figure:
         if held.device.type != "cpu":
             return _Figure(name, *_on_its_way(held))
         value = held
-    known = float(value)
+    known = 0.0 if isinstance(value, Rational) else float(value)  # whole numbers know no limit
     return _Figure(name, _at_once, lambda: known)
 
 

@@ -19,6 +19,7 @@ from everstep.core.settings import Settings, misspelt
 from everstep.errors import EverstepError, NotDurable, UsageError
 from everstep.keeper.identity import started_at
 from everstep.train.admission import admit, check_objects, closed, opened
+from everstep.train.asked import Asked
 from everstep.train.boundary import Boundary, Preempted
 from everstep.train.calls import explained
 from everstep.train.connect import Connection, connect
@@ -114,7 +115,7 @@ class Run:
         self._standing: _Standing = "boundary"
         self._asked_for: _Asked | None = None
         self._finite = finite
-        self._asked_skips = False
+        self._asked = Asked(connection, session.since)
         self._boundary = Boundary(session, connection, settings, place, finite)
         self._restorer = Restorer(session, connection, settings, place)
         self._leaving = Leaving(session.since, self._boundary, voice, settings, place)
@@ -138,7 +139,7 @@ class Run:
             try:
                 with self._boundary.before_the_first(), self._fatal_errors():
                     self.step = self._restorer.restore()
-                    self._await_release()
+                    self._asked.await_verdict()
             except Preempted as stop:
                 self._leave(stop.exit_code, str(stop))
             self._boundary.start(self.step, durable=self._restorer.durable)
@@ -171,8 +172,10 @@ class Run:
         self.restore()
         self._finished = False  # a loop before may have had a smaller until
         while self.step < until:
-            if self.step + 1 in self._connection.skip:
-                self._leave_out(accumulate)
+            if self._asked.leaves_out(self.step + 1):
+                with self._fatal_errors():
+                    drawn = accumulate if self._feed is not None else 0
+                    self._asked.leave_out(self.step + 1, drawn, self._next)
             else:
                 for micro in range(accumulate):
                     self.at_boundary = micro == accumulate - 1
@@ -194,7 +197,7 @@ class Run:
         if self._standing == "body":
             raise UsageError("step_end() came inside run.steps(), which ends the step by itself.")
         with self._fatal_errors():
-            self._check_left_out()
+            self._asked.check_ended(self.step + 1)
         self._end_step()
 
     @explained("Ask run.skips(run.step + 1) before the step's batches are used.")
@@ -207,8 +210,7 @@ class Run:
         out. :meth:`steps` does it by itself.
         """
         self._check_restored("skips()")
-        self._asked_skips = True
-        return step in self._connection.skip
+        return self._asked.loop_asks(step)
 
     @explained("run.checkpoint(wait=True, timeout=600.0)")
     def checkpoint(self, *, wait: bool = False, timeout: float = 600.0) -> bool:
@@ -310,44 +312,6 @@ class Run:
         self._counted = True
         committed = self._leaving.count_step(self.step)
         self._finished = committed and self.step == self._leaving.until
-
-    def _await_release(self) -> None:
-        """The verdict on the attempt before may still be coming."""
-        if not self._connection.is_held():
-            return
-        say = self._connection.say
-        say("train.holding", "the first batch waits for the verdict", level="debug")
-        seconds = self._connection.await_release()
-        say("train.held", f"it has waited {seconds:.2f} s", level="debug", seconds=seconds)
-
-    def _leave_out(self, accumulate: int) -> None:
-        """Draw the batches of the step in hand and do nothing with them."""
-        with self._fatal_errors():
-            for _ in range(accumulate if self._feed is not None else 0):
-                self._next()
-        self._tell_left_out()
-
-    def _check_left_out(self) -> None:
-        """A loop of the user's own has ended a step whose batches are to be left out."""
-        step = self.step + 1
-        if step not in self._connection.skip:
-            return
-        if not self._asked_skips or self._session.since.stepped:
-            did = "did a step of the optimizer" if self._asked_skips else "does not ask"
-            raise UsageError(
-                f"the batches of step {step} are to be left out, and this loop {did}.",
-                hint="Before a step uses its batches ask run.skips(run.step + 1); where it says "
-                "True, draw them, throw them away and call run.step_end().",
-            )
-        self._tell_left_out()
-
-    def _tell_left_out(self) -> None:
-        step = self.step + 1
-        self._connection.say(
-            "train.step_skipped",
-            f"step {step}: its batches are left out, no optimizer steps", step=step,
-            level="warning",
-        )  # fmt: skip
 
     def _pass_boundary(self) -> None:
         self.step += 1
