@@ -284,8 +284,5 @@ class NonFinite(EverstepError):
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_figure, (self.rank, self.step, self.figure, self.value)
-
-
-def _rebuild_figure(rank: int, step: int, figure: str, value: float) -> NonFinite:
-    return NonFinite.at(rank=rank, step=step, figure=figure, value=value)
+        about = {name: getattr(self, name) for name in ("rank", "step", "figure", "value")}
+        return _rebuild, (type(self), self.what, self.hint), about

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,19 +15,24 @@ from keeper_fakes import DEADLINE, Agent, Keeper, Worker, closing, until
 from keeper_fakes import Place as Folder
 from test_keeper_decisions import Story, _held
 
+from everstep.core.health import Health
 from everstep.core.ids import Point
 from everstep.core.settings import Settings
-from everstep.errors import NoRecoveryPoint, StoreError
+from everstep.errors import NewerFormat, NoRecoveryPoint, StoreError
 from everstep.keeper import commands, facts
 from everstep.keeper.facts import Boundary, Candidate, Held
 from everstep.keeper.rollback import rollback_order
+from everstep.keeper.storing import Storing
 from everstep.keeper.wire import Release
+from everstep.store import Branch, OwnerIdentity, digest, open_store
+from everstep.testing.snapshots import world_of
 from everstep.train.connect import Connection
 from everstep.train.place import Place
 from everstep.train.voice import Voice
 
 TARGET = Point(10, 1)
 NEWEST = Point(20, 1)
+SOUND = Health("finite", "all", "agreed")
 STORED = (Candidate(TARGET, 1, True), Candidate(Point(5, 1), 1, True))
 
 
@@ -169,6 +175,38 @@ def test_whatever_fails_a_rollback_ends_at_its_target_or_before(
     assert origin <= target
     unsound = {c.point for c in found if c.sound is False}
     assert origin == target or origin not in unsound
+
+
+def test_what_the_store_has_up_to_the_target(tmp_path: Path) -> None:
+    """The real store: newer ones are not read, damaged ones are named, health is told; one of a
+    newer format is not skipped."""
+    job = open_store(str(tmp_path / "store"), create=True).job("job")
+    job.claim(OwnerIdentity("a", "h", "b", 1, 1))
+    job.write_branch(1, Branch(None, "fresh", "first start", 1))
+    healths = {2: None, 4: Health("bad", "all", "agreed"), 6: None, 8: SOUND, 9: SOUND}
+    for step, health in healths.items():
+        for part in world_of(step, 1, 1, health=health):
+            job.write_rank(part, facts={}, unique=f"u{step}")
+        job.try_commit(Point(step, 1), 1)
+
+    def manifest(step: int) -> Path:
+        return next((tmp_path / "store").glob(f"jobs/job/steps/{step:012}-*/manifest"))
+
+    manifest(9).write_bytes(b"newer than the target, and damaged")
+    manifest(6).write_bytes(b"damaged")
+    storing = Storing(str(tmp_path / "store"), "job")
+    read = storing.read(2, Point(8, 1))
+    assert [(c.point.step, c.sound) for c in read.candidates] == [(8, True), (4, False), (2, None)]
+    assert len(read.damaged) == 1
+    assert "step 6" in read.damaged[0]
+    assert read.expected
+
+    data = bytearray(manifest(8).read_bytes())
+    data[12] = 3
+    data[24:40] = digest(bytes(data[:24] + data[40:]))
+    manifest(8).write_bytes(data)
+    with pytest.raises(NewerFormat):
+        storing.read(2, Point(8, 1))
 
 
 # -- a replay

@@ -331,9 +331,9 @@ def test_the_error_is_judged_as_a_numerical_fault_of_its_step(figure: str, value
     error = NonFinite.at(rank=3, step=57, figure=figure, value=value)
     text = (
         "[rank3]: Traceback (most recent call last):\n"
-        '[rank3]:   File "/home/me/train.py", line 31, in <module>\n'
+        '[rank3]:   File "train.py", line 31, in <module>\n'
         "[rank3]:     for batch in run.steps(until=100):\n"
-        '[rank3]:   File "/lib/everstep/train/finite.py", line 9, in _tell\n'
+        '[rank3]:   File "everstep/train/finite.py", line 9, in _tell\n'
         "[rank3]:     raise found\n"
         f"[rank3]: everstep.errors.NonFinite: {error}\n"
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from everstep.core.ids import Point
 from everstep.core.points import reach
-from everstep.errors import CommitRefused, CorruptObject, ObjectMissing, StoreError
+from everstep.errors import CommitRefused, CorruptObject, NewerFormat, ObjectMissing, StoreError
 from everstep.keeper.facts import Candidate, StoreRead
 from everstep.keeper.holdings import known_digests
 from everstep.keeper.identity import is_alive
@@ -233,7 +233,7 @@ def _openable(job: Job, damaged: list[str]) -> list[Candidate]:
 def _openable_upto(job: Job, upto: Point, damaged: list[str]) -> list[Candidate]:
     """The candidates that are not newer than ``upto`` and open, with what is known of their
     health: an unsound state is no place to go back to."""
-    found = []
+    found: list[Candidate] = []
     for point in job.candidates():
         if point > upto:
             continue
@@ -242,6 +242,10 @@ def _openable_upto(job: Job, upto: Point, damaged: list[str]) -> list[Candidate]
         except (CorruptObject, ObjectMissing) as bad:
             damaged.append(f"checkpoint of step {point.step}: {bad}")
             continue
+        except NewerFormat:
+            if not found:
+                raise
+            break  # it is not skipped: nothing beyond it is a candidate
         sound = None if manifest.health is None else manifest.health.sound
         found.append(Candidate(point, manifest.world, sound))
     return found
