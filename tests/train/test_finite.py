@@ -222,10 +222,11 @@ def test_a_cut_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> 
         watched.cut()
 
 
-def test_the_step_that_is_replayed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_replayed_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that had failed may have been told some steps late: now it is told by itself."""
     Device(monkeypatch)
     watched = Watched()
-    watched.finite.replay_until = 2
+    watched.finite.replay_until = 4
     watched.train()
     with pytest.raises(NonFinite, match="step 2"):
         watched.train(grad_norm=NAN)

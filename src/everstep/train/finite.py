@@ -2,7 +2,7 @@
 parameters at a cut.
 
 Owns: what is looked at, when, and the words for what is found. Never does: make a device wait in
-a step that takes no cut, change a tensor, judge a finite value (a spike is no fault here). Called
+a step that takes no cut and is not replayed, change a tensor, judge a finite value (a spike is no fault here). Called
 by: run and boundary of this room.
 
 A step that gave no number is never a recovery point: it is looked at before its boundary is
@@ -92,7 +92,8 @@ class Finite:
         skipped = self._since.watches_optimizers and not self._since.stepped
         logged, self._logged = self._logged, []
         self._steps.append(_Step(step, tuple(logged), skipped, self._scales.fell()))
-        self._judge(wait=step == self.replay_until)
+        # A replay is to name the very step: there a device is waited for.
+        self._judge(wait=self.replay_until is not None and step <= self.replay_until)
 
     def before_cut(self, step: int, *, nbytes: int, whole: bool) -> Health | None:
         """What a cut of ``step``, of ``nbytes``, is to carry with it; None where nothing is looked
