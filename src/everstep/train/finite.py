@@ -2,8 +2,8 @@
 parameters at a cut.
 
 Owns: what is looked at, when, and the words for what is found. Never does: make a device wait in
-a step that takes no cut and is not replayed, change a tensor, judge a finite value (a spike is no fault here). Called
-by: run and boundary of this room.
+a step that takes no cut and is not replayed, change a tensor, judge a finite value (a spike is no
+fault here). Called by: run and boundary of this room.
 
 A step that gave no number is never a recovery point: it is looked at before its boundary is
 posted, and again, with all that was still on its way from a device, before a cut is taken.

@@ -37,7 +37,7 @@ def hook(before: Hook, environment: Mapping[str, str]) -> Hook:
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = final_code(error)
-        if code is not None or isinstance(error, KeyboardInterrupt):
+        if code is not None or isinstance(error, KeyboardInterrupt | NonFinite):
             _cut_to_the_script(error, trace)
         if isinstance(error, NonFinite):
             _recorded(error, environment.get("TORCHELASTIC_ERROR_FILE", ""))  # rank and step
