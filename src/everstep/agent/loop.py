@@ -424,6 +424,7 @@ class Agent:
             token=plan.token,
             policy=Policy(settings.snapshot_every, settings.checkpoint_every),
             keep_last=settings.keep_last,
+            detection_delay=settings.detection_delay,
             agent=plan.claimant,
             claimed=self._owner.claimed,
             environment=_environment(),

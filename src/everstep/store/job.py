@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from everstep.core.clock import Clock
+from everstep.core.health import DETECTION_DELAY
 from everstep.core.history import Entry
 from everstep.core.ids import Point
 from everstep.core.layout import Snapshot
@@ -32,7 +33,7 @@ from everstep.store.folder import Folder
 from everstep.store.history import Listing, MergeReport
 from everstep.store.read import Checkpoint
 from everstep.store.records import OwnerRecord, Proof
-from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan
+from everstep.store.retention import CheckpointInfo, Recoverable, Retention, RetentionPlan
 from everstep.store.surroundings import AroundReport
 from everstep.store.sweep import SweepReport
 from everstep.store.verify import VerifyReport
@@ -199,6 +200,17 @@ class Job:
     def checkpoints(self) -> Sequence[CheckpointInfo]:
         """Everything there is, newest first: committed, incomplete and tombstoned."""
         return catalog.checkpoints(self._folder)
+
+    def recovery_points(
+        self, *, now: float | None = None, detection_delay: float = DETECTION_DELAY
+    ) -> Sequence[Recoverable]:
+        """What the job could go back to, oldest first: the checkpoints of the current lineage that
+        are not known to be damaged, and which of them are healthy. ``now`` is in the store's time;
+        None asks the store.
+        """
+        folder = self._folder
+        at = folder.store_time() if now is None else now
+        return retention.recoverable(catalog.checkpoints(folder), now=at, delay=detection_delay)
 
     def open_checkpoint(self, point: Point) -> Checkpoint:
         """Manifest and indexes read and checked. Raises ``ObjectMissing``, ``CorruptObject``,
