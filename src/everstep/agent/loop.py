@@ -39,6 +39,7 @@ from everstep.agent.rendezvous import (
     AGAIN_SECONDS,
     GATHER_SECONDS,
     LEADER_SECONDS,
+    Asked,
     Meeting,
     NodeEnd,
     NodeEntry,
@@ -99,9 +100,10 @@ class Agent:
         self._considered: set[str] = set()
         self._committed = -1
         self._next: DecisionRecord | None = None
+        self._carried_out: DecisionRecord | None = None
         self._late: Decision | None = None
         self._proofs = Proofs()
-        self._learnt = Learnt(record, self._proofs, self._proved)
+        self._learnt = Learnt(record, self._proofs, self._proved, self._differed)
         self._failures: list[report.Failure] = []
         catalog = catalog_of(settings)
         self._output = Output(catalog)
@@ -122,7 +124,8 @@ class Agent:
         self._responder = Responder(
             self._chronicle, record, policy_of(launch), agent=self._owner.id,
             patience=settings.verdict_deadline, catalog=catalog.result,
-            points=lambda: (), draw=random.random, mode=settings.on_fault, tell=self._notifier.tell,
+            points=self._chronicle.recovery_points, draw=random.random, mode=settings.on_fault,
+            tell=self._notifier.tell,
         )  # fmt: skip
 
     def run(self) -> int:
@@ -269,9 +272,23 @@ class Agent:
         another was claimed and not begun, that is recorded before it is begun."""
         attempt = self._owner.claim(patience=self._patience, promise=promise)
         decided, self._next = self._next, None
+        self._carried_out = decided
         if decided is not None and decided.begins != attempt:
             self._chronicle.write([newer(self._chronicle.read(), decided, attempt)])
         return attempt
+
+    def _asked(self) -> Asked:
+        """What the decision that this attempt carries out asks of it."""
+        decided = self._carried_out
+        if decided is None:
+            return Asked()
+        waiting = self._responder.open
+        return Asked(
+            recover=decided.rung.recovery.point if decided.rung.recovery else None,
+            skip=self._responder.skips(decided),
+            replay_until=self._responder.replayed_step(decided),
+            hold=max(0.0, waiting.due - time.monotonic()) if waiting is not None else 0.0,
+        )
 
     def _meet(self) -> Round:
         if self._same_nodes:
@@ -345,6 +362,7 @@ class Agent:
                 master_addr=round_.master_addr,
                 master_port=round_.master_port,
                 token=secrets.token_hex(16) if round_.nodes > 1 else "",
+                asked=self._asked(),
             )
             try:
                 return plan, self._begin(round_, plan)
@@ -372,7 +390,7 @@ class Agent:
         """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
         self._record.attempt = plan.attempt
         self._record.at_node(round_.node)
-        self._learnt = Learnt(self._record, self._proofs, self._proved)
+        self._learnt = Learnt(self._record, self._proofs, self._proved, self._differed)
         self._learnt.passed(self._committed)
         self._took_part = True
         begin = self._begin_message(round_, plan)
@@ -428,6 +446,10 @@ class Agent:
             agent=plan.claimant,
             claimed=self._owner.claimed,
             environment=_environment(),
+            recover=plan.asked.recover,
+            skip=plan.asked.skip,
+            replay_until=plan.asked.replay_until,
+            hold=plan.asked.hold,
         )
 
     def _start(self, round_: Round, plan: Plan, place: Place) -> Workers:
@@ -519,6 +541,18 @@ class Agent:
         """``step`` is committed: what waited for it is proved (F7)."""
         results = self._proofs.committed(step, time.monotonic(), self._chronicle.stamp())
         self._conclude(results)
+
+    def _differed(self) -> None:
+        """The step that had failed was passed in an exact replay: a device is to be suspected."""
+        decided = self._carried_out
+        if decided is not None and decided.replay and decided.incident:
+            name = f"{decided.incident}.replay"
+            self._chronicle.note(
+                ResultRecord(
+                    name, decided.incident, self._record.attempt, self._chronicle.stamp(),
+                    replay_differed=True,
+                )
+            )  # fmt: skip
 
     def _conclude(self, results: list[ResultRecord]) -> None:
         for found in results:
@@ -683,6 +717,8 @@ class Late:
     def settle(self) -> str:
         decision = self._agent._responder.settle(self._agent._more(0.0))
         self._agent._late = decision
+        if decision is None:
+            self._agent._keeper.release()
         return "" if decision is None else decision.reason
 
 

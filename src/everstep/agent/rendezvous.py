@@ -44,6 +44,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from everstep.agent.decide import WorkerEnd
 from everstep.agent.line import Keys, Line, StoreSilent
+from everstep.core.ids import Point
 from everstep.errors import AgentError, RendezvousLost
 from everstep.faults.records import Signal
 
@@ -93,6 +94,16 @@ class NodeEntry(msgspec.Struct, frozen=True):
     address: str = ""
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What was decided of an attempt besides where it runs
+    (:class:`~everstep.keeper.wire.BeginAttempt` says what each means)."""
+
+    recover: Point | None = None
+    skip: tuple[int, ...] = ()
+    replay_until: int | None = None
+    hold: float = 0.0
+
+
 class Plan(msgspec.Struct, frozen=True):
     """What the leader says to all nodes before workers start. ``nodes`` is in group rank order;
     ``coordinator`` is (host, port) of its keeper, ``claimant`` the id that claimed the attempt.
@@ -112,6 +123,7 @@ class Plan(msgspec.Struct, frozen=True):
     reason: str = ""
     wait: float | None = None
     leave: tuple[int, ...] = ()
+    asked: Asked = Asked()
 
     def ranks_of_node(self) -> tuple[tuple[int, ...], ...]:
         """Global ranks, node by node: consecutive, in group rank order."""

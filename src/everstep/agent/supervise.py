@@ -54,10 +54,17 @@ class Provisional(Protocol):
 class Learnt:
     """What the keeper's messages tell of one attempt, and of incidents before it (``proofs``)."""
 
-    def __init__(self, record: Recorder, proofs: Proofs, proved: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        record: Recorder,
+        proofs: Proofs,
+        proved: Callable[[int], None],
+        differed: Callable[[], None],
+    ) -> None:
         self._record = record
         self.proofs = proofs
         self._proved = proved
+        self._differed = differed
         self.restored = -1
         self.reached = -1
         self.committed = -1
@@ -90,6 +97,8 @@ class Learnt:
             self.reached = max(self.reached, step)
         elif event.kind == "checkpoint.committed":
             self._commit(step, event.mono)
+        elif event.kind == "replay.differed":
+            self._differed()
         elif event.kind == "job.finished":
             self.finished = True
 

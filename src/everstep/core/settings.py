@@ -106,6 +106,12 @@ class Settings:
         "budget of a failure.",
         parse="share",
     )
+    skip_batches: bool = setting(
+        False,
+        "Whether batches that give no finite values a second time, in an exact replay, may be left "
+        "out; else the job is stopped. `yes` or `no`.",
+        parse="yes",
+    )
     notify: str = setting(
         "",
         "URL to which a stop, and a budget of which 80 % are spent, is posted as JSON; or a "
@@ -189,6 +195,15 @@ def _share(text: str) -> float:
     return value
 
 
+def _yes(text: str) -> bool:
+    answer = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}.get(
+        text.strip().lower()
+    )
+    if answer is None:
+        raise ValueError("must be yes or no")
+    return answer
+
+
 def _on_fault(text: str) -> OnFault:
     if text not in ("act", "advise", "off"):
         raise ValueError("must be act, advise or off")
@@ -209,6 +224,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "resume": _resume,
     "on_fault": _on_fault,
     "share": _share,
+    "yes": _yes,
     "nonfinite": _nonfinite,
 }
 
