@@ -34,6 +34,7 @@ from everstep.errors import UsageError
 
 SETTINGS = (
     "store", "job", "resume", "snapshot_every", "checkpoint_every", "keep_last", "grace",
+    "hang_floor",
     "final_deadline", "events", "state_dir", "on_fault", "verdict_deadline", "catalog",
     "per_fingerprint", "no_progress", "window_restarts", "window", "useful_share", "skip_batches", "notify",
     "node_name", "node_pod",

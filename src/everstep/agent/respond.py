@@ -199,7 +199,7 @@ class Responder:
         attempt = case.plan.attempt
         name = before.id if before is not None else f"{attempt}-{self._agent[-4:]}"
         incident = incident_of(case, name)
-        changed = case.end.members_changed and not case.end.failures
+        changed = case.end.members_changed and not case.end.failures and not case.end.hang
         verdict = _nodes_changed(case) if changed else judge(incident, self._catalog())
         verdict = at_its_step(verdict, case)
         facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)

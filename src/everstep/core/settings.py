@@ -67,6 +67,12 @@ class Settings:
         parse="seconds",
     )
     grace: float = setting(30.0, "Seconds from SIGTERM to the end of the job.", parse="seconds")
+    hang_floor: float = setting(
+        0.0,
+        "Seconds without a finished step before which no job is ended as hanging; 0: 30, or the "
+        "time that a restart was measured to take, where that is longer. `off`: never.",
+        parse="patience",
+    )
     final_deadline: float = setting(
         600.0, "Seconds for which the last checkpoint is retried before the job gives up waiting.",
         parse="seconds",
@@ -136,6 +142,9 @@ class Settings:
     agent_pid: int = setting(
         0, "The agent, whose workers end when it dies (set by the agent).", parse="count"
     )
+    stacks: str = setting(
+        "", "Folder through which stacks of this process are asked for (set by the agent)."
+    )
     assumed: str = setting(
         "", "Which of store and job nobody named, so that the agent did (set by the agent)."
     )
@@ -177,6 +186,10 @@ def _seconds(text: str) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError("must be finite and not negative")
     return value
+
+
+def _patience(text: str) -> float:
+    return math.inf if text.strip().lower() in ("off", "inf") else _seconds(text)
 
 
 def _resume(text: str) -> Resume:
@@ -221,6 +234,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "count": _count,
     "positive": _positive,
     "seconds": _seconds,
+    "patience": _patience,
     "resume": _resume,
     "on_fault": _on_fault,
     "share": _share,

@@ -113,7 +113,8 @@ def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) 
     if signal.source in ("log", "slurm") and (common := _common(raw)):
         raw = [line[common:] for line in raw]
     labels = signal.source in ("log", "slurm") and _labels(raw)
-    for order, text in enumerate(_joined(raw)):
+    # What reads a stack writes to no terminal, and frames are often of one length.
+    for order, text in enumerate(raw if signal.source == "stack" else _joined(raw)):
         text, rank, node = _stripped(text, signal, labels, nodes)
         source = _source(signal.source, text)
         yield Line(text, source, rank, node, signal.time, order, number, signal.ours)
