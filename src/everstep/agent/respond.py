@@ -26,7 +26,7 @@ from everstep.core import exits
 from everstep.faults import history as told
 from everstep.faults.budget import cause_of
 from everstep.faults.catalog import Catalog
-from everstep.faults.decide import Response, begin, respond
+from everstep.faults.decide import Response, begin, fall, respond
 from everstep.faults.fold import fold
 from everstep.faults.history import (
     AttemptFacts,
@@ -159,6 +159,18 @@ class Responder:
         )
         self._chronicle.write([word])
         return (*past, word)
+
+    def fall(self, decided: DecisionRecord, nodes: Sequence[str]) -> Decision:
+        """What is tried next: ``decided`` led to no new step in time."""
+        past = self._chronicle.read()
+        situation = Situation(
+            nodes=tuple(nodes), min_nodes=len(nodes), checkpoints=tuple(self._points()),
+            highest_claim=max(self._chronicle.highest_claim, decided.begins or 0),
+            jitter=self._draw(),
+        )  # fmt: skip
+        why = f"{decided.action} led to no new step in time"
+        stamp = self._chronicle.stamp()
+        return self._carry_out(fall(past, decided, situation, self._policy, stamp, why), None)
 
     def skips(self, decided: DecisionRecord) -> tuple[int, ...]:
         """All steps whose batches are left out: by this decision, and by those before it, for
