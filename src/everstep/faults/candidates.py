@@ -71,19 +71,13 @@ class Found:
 
     def made(self, fault: str, level: int, facts: Iterable[Fact], **more: object) -> Candidate:
         """A candidate of a class with the class's defaults."""
-        known = self.catalog.known[fault]
-        assert known.domain is not None, "a loaded class has its file's domain"
+        means = self.catalog.meanings[fault]
         base = Candidate(
-            fault, known.domain, known.action, level, known.place, known.depth, tuple(facts),
-            survivable=known.survivable,
+            fault, means.domain, means.action, level, means.place, means.depth, tuple(facts),
+            survivable=means.survivable,
         )  # fmt: skip
         return replace(base, **more)  # type: ignore[arg-type]
 
     def fact(self, fault: str, line: Line) -> Fact:
         """A fact of a class that no pattern of a line showed."""
-        known = self.catalog.known[fault]
-        assert known.domain is not None, "a loaded class has its file's domain"
-        return Fact(
-            fault, known.domain, known.action, known.kind, known.place, known.severity, known.role,
-            known.depth, known.survivable, line,
-        )  # fmt: skip
+        return Fact(self.catalog.meanings[fault], line)

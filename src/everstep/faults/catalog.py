@@ -75,8 +75,8 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: tuple[Fault, ...]
 
 
-class Pattern(msgspec.Struct, frozen=True):
-    """An entry with everything that its class says, compiled."""
+class Meaning(msgspec.Struct, frozen=True):
+    """What a line says that shows a class in one of its ways."""
 
     fault: str
     domain: Domain
@@ -86,18 +86,25 @@ class Pattern(msgspec.Struct, frozen=True):
     severity: Severity
     role: Role
     depth: int
-    sources: frozenset[str]
     survivable: bool
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """An entry with everything that its class says, compiled."""
+
+    meaning: Meaning
+    sources: frozenset[str]
     text: str
     regex: re2._Regexp
     unless: re2._Regexp | None
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """All patterns. ``known`` gives each class's default domain, action and advice."""
+    """All patterns. ``known`` gives each class's advice, ``meanings`` what it means by default."""
 
     patterns: tuple[Pattern, ...]
     known: dict[str, Fault]
+    meanings: dict[str, Meaning]
     prefilter: re2.Set
 
 
@@ -160,7 +167,8 @@ def _catalog(files: Iterable[tuple[str, File]]) -> Catalog:
             )
     if UNKNOWN not in known:
         raise BadCatalog(f"no file describes the class {UNKNOWN}.")
-    return Catalog(tuple(patterns), known, _prefilter(patterns))
+    meanings = {name: _meaning(fault, Entry()) for name, fault in known.items()}
+    return Catalog(tuple(patterns), known, meanings, _prefilter(patterns))
 
 
 def _prefilter(patterns: list[Pattern]) -> re2.Set:
@@ -187,14 +195,21 @@ def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
             f"{where} captures {sorted(unknown)}, which nothing reads.",
             hint=f"Groups may be named {', '.join(sorted(GROUPS))}.",
         )
+    return Pattern(
+        _meaning(fault, entry), frozenset(entry.sources), text, regex,
+        _compiled(where, unless) if unless else None,
+    )  # fmt: skip
+
+
+def _meaning(fault: Fault, entry: Entry) -> Meaning:
+    """What an entry says itself, else what its class says."""
     domain = entry.domain or fault.domain
     assert domain is not None, "the file's domain stands in for it"
-    return Pattern(
+    return Meaning(
         fault.name, domain, entry.action or fault.action, entry.kind or fault.kind,
         entry.place or fault.place, entry.severity or fault.severity, entry.role or fault.role,
-        fault.depth if entry.depth is None else entry.depth, frozenset(entry.sources),
-        fault.survivable if entry.survivable is None else entry.survivable, text, regex,
-        _compiled(where, unless) if unless else None,
+        fault.depth if entry.depth is None else entry.depth,
+        fault.survivable if entry.survivable is None else entry.survivable,
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from everstep.faults.catalog import Catalog, Kind, Pattern, Place
+from everstep.faults.catalog import Catalog, Kind, Meaning, Pattern, Place
 from everstep.faults.lines import Line
-from everstep.faults.records import Action, Domain, Role, Severity
+from everstep.faults.records import Severity
 
 _DENIAL = re.compile(
     r"(?i)(?:\b(?:no|without|not an?|never|neither|nor|free of|zero)\s+(?:[\w-]+\s+){0,2}|\bnot "
@@ -25,24 +25,49 @@ _PAST = re.compile(
 _NOW = re.compile(r"(?i)\bsent (?:SIG|signal)|\bSIG\w+ (?:was )?sent\b")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
     """One thing that a line says. ``groups``: what its pattern captured. ``frame`` and ``message``:
     of the exception whose line it is, where it is one."""
 
-    fault: str
-    domain: Domain
-    action: Action
-    kind: Kind
-    place: Place
-    severity: Severity
-    role: Role
-    depth: int
-    survivable: bool
+    meaning: Meaning
     line: Line
     groups: dict[str, str] = field(default_factory=dict)
     frame: str = ""
     message: str = ""
+
+    @property
+    def fault(self) -> str:
+        return self.meaning.fault
+
+    @property
+    def kind(self) -> Kind:
+        return self.meaning.kind
+
+    @property
+    def severity(self) -> Severity:
+        return self.meaning.severity
+
+    @property
+    def place(self) -> Place:
+        return self.meaning.place
+
+    @property
+    def depth(self) -> int:
+        return self.meaning.depth
+
+    @property
+    def survivable(self) -> bool:
+        return self.meaning.survivable
+
+    @property
+    def traits(self) -> dict[str, object]:
+        """What a candidate has from it."""
+        means = self.meaning
+        return {
+            "action": means.action, "domain": means.domain, "place": means.place,
+            "depth": means.depth, "survivable": means.survivable,
+        }  # fmt: skip
 
     @property
     def rank(self) -> int | None:
@@ -85,8 +110,8 @@ def facts_of(lines: Iterable[Line], catalog: Catalog) -> list[Fact]:
         seen: set[str] = set()
         for number in numbers:
             pattern = catalog.patterns[number]
-            if pattern.fault not in seen and (fact := _fact(pattern, line)):
-                seen.add(pattern.fault)
+            if pattern.meaning.fault not in seen and (fact := _fact(pattern, line)):
+                seen.add(pattern.meaning.fault)
                 found.append(fact)
     return found
 
@@ -100,12 +125,4 @@ def _fact(pattern: Pattern, line: Line) -> Fact | None:
     if match is None or _DENIAL.search(line.text[max(0, match.start() - 40) : match.start()]):
         return None
     groups = {name: value for name, value in match.groupdict().items() if value is not None}
-    return made(pattern, line, groups)
-
-
-def made(pattern: Pattern, line: Line, groups: dict[str, str]) -> Fact:
-    """A fact as the pattern describes it."""
-    return Fact(
-        pattern.fault, pattern.domain, pattern.action, pattern.kind, pattern.place,
-        pattern.severity, pattern.role, pattern.depth, pattern.survivable, line, groups,
-    )  # fmt: skip
+    return Fact(pattern.meaning, line, groups)

@@ -62,8 +62,7 @@ def _node_candidate(fault: str, node: str | None, facts: list[Fact], found: Foun
     if fault == "IMAGE_PULL" or chosen.place == "job":
         node = None  # the image is the registry's, not the node's
     return found.made(
-        fault, level, counted, node=node, ranks=ranks, action=chosen.action, domain=chosen.domain,
-        place=chosen.place, depth=chosen.depth, survivable=chosen.survivable,
+        fault, level, counted, node=node, ranks=ranks, **chosen.traits,
     )  # fmt: skip
 
 

@@ -134,10 +134,7 @@ def _program_candidate(fault: str, facts: list[Fact], found: Found) -> Candidate
         ranks = _failing_on(nodes.copy().pop(), found)
     if not ranks:
         ranks = _of_ends(found)
-    return found.made(
-        fault, PROGRAM, facts, ranks=ranks, depth=chosen.depth, action=chosen.action,
-        domain=chosen.domain, place=chosen.place, survivable=chosen.survivable,
-    )  # fmt: skip
+    return found.made(fault, PROGRAM, facts, ranks=ranks, **chosen.traits)
 
 
 def _failing_on(node: str | None, found: Found) -> frozenset[int]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
 from everstep.faults.lines import Line
-from everstep.faults.scene import Beat
+from everstep.faults.match import Fact
+from everstep.faults.scene import Beat, Scene
 
 JUMP = 1.6
 """A loss this many times the level before it is a spike."""
@@ -29,6 +31,7 @@ _LOSS = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?|it)\b[ =:#]*(?P<step>\d+).*?\b(?:lm[ _]"
     r"|train[ _])?loss\b[\"']?[ =:]*(?P<loss>[-+\d.eE]+|nan|inf)"
 )
+STEP = re.compile(r"(?i)\b(?:global_?)?(?:step|iter(?:ation)?)[ =:#]+(?P<step>\d+)")
 _SUM = re.compile(r"(?i)\brank (\d+)[ =:]+(?:0x)?([0-9a-f]{6,64})\b")
 _COMPUTE = re.compile(r"\bcompute_s=(?P<compute>[\d.]+)(?:.*?\bwait_s=(?P<wait>[\d.]+))?")
 _TREND = re.compile(
@@ -126,6 +129,21 @@ def silent_in(beats: list[Beat]) -> set[int]:
         if behind and len(behind) < len(steps) - len(behind):
             return behind
     return set()
+
+
+def step_of(scene: Scene, facts: Iterable[Fact]) -> int | None:
+    """The newest training step that the lines of the incident speak of before its end."""
+    own = [int(found["step"]) for fact in facts for found in STEP.finditer(fact.line.text)]
+    if own:
+        return max(own)
+    beats = [beat.step for beat in scene.beats if beat.step is not None]
+    lines = [
+        int(found["step"])
+        for line in scene.lines
+        if line.source == "log" and ("step" in line.text or "iter" in line.text)
+        for found in STEP.finditer(line.text)
+    ]
+    return max(lines or beats, default=None)
 
 
 def waiting_in(beats: list[Beat], lines: list[Line]) -> set[int]:

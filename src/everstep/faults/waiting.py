@@ -103,7 +103,7 @@ def noted_candidates(found: Found) -> list[Candidate]:
     """What a watchdog or a monitor says in words: a slow path, a straggler, an abort that hangs;
     and notes of the program itself."""
     notes = [fact for fact in found.facts if fact.severity == "notice" and fact.kind != "node"]
-    made = [found.made(fact.fault, NOTICE, [fact], action=fact.action, depth=fact.depth,
+    made = [found.made(fact.fault, NOTICE, [fact], action=fact.meaning.action, depth=fact.depth,
                        survivable=True) for fact in notes]  # fmt: skip
     for fault in ("ROCE_ECMP_SLOW", "STRAGGLER", "LOSS_SPIKE", "ABORT_HANG"):
         facts = found.of(fault)
@@ -121,8 +121,7 @@ def signal_candidates(found: Found) -> list[Candidate]:
     facts = [fact for fact in found.facts if fact.kind == "signal"
              and fact.fault != "SIGTERM_EXTERNAL"]  # fmt: skip
     return [
-        found.made(fact.fault, SIGNAL, [fact], action=fact.action, domain=fact.domain,
-                   depth=fact.depth, place=fact.place, ranks=fact.ranks)
+        found.made(fact.fault, SIGNAL, [fact], ranks=fact.ranks, **fact.traits)
         for fact in facts
     ]  # fmt: skip
 
@@ -208,7 +207,7 @@ def peer_candidates(found: Found) -> list[Candidate]:
 def _deepest(facts: list[Fact]) -> dict[str, object]:
     """Depth, action and domain of the most specific of the facts."""
     best = max(facts, key=lambda fact: fact.depth)
-    return {"depth": best.depth, "action": best.action, "domain": best.domain}
+    return {"depth": best.depth, "action": best.meaning.action, "domain": best.meaning.domain}
 
 
 def _named(found: Found, fault: str, votes: Vote | None) -> list[Candidate]:

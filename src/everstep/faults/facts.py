@@ -60,7 +60,7 @@ _RAN = re.compile(
 )
 
 
-def find(scene: Scene, catalog: Catalog) -> Found:
+def gathered(scene: Scene, catalog: Catalog) -> Found:
     """Match all lines, and give exceptions their class."""
     found = Found(scene, catalog, facts_of(scene.lines, catalog), raised_in(scene.lines))
     ignored = {(raised.line.signal, raised.line.order) for raised in found.raised if raised.ignored}

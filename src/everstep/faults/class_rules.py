@@ -1,7 +1,7 @@
 """Classes whose action, domain or root depends on more than their own lines.
 
 Owns: one function for each such class. Never does: I/O, choose. Called by:
-:mod:`everstep.faults.adjust`.
+:mod:`everstep.faults.judge`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 from everstep.faults.candidates import NOTICE, PROGRAM, WATCHDOG, Candidate, Found
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact
-from everstep.faults.otherwise import differs, whole_node
 from everstep.faults.records import Action, Domain
 from everstep.faults.scene import bus_id
 from everstep.faults.series import silent_in, straggler_in
+from everstep.faults.spread import differs, whole_node
 
 LATE_S = 3600.0
 """Seconds of an attempt after which its credentials were good once."""
@@ -343,7 +343,7 @@ def _on(facts: Sequence[Fact], ranks: tuple[int, ...]) -> frozenset[int]:
     return frozenset(fact.rank for fact in facts if fact.rank is not None and fact.rank in ranks)
 
 
-SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
+CLASS_RULES: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "CUDA_OOM": _cuda_oom,
     "ILLEGAL_ADDR_SW": _illegal,
     "PERMISSION": _one_node,
