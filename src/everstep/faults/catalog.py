@@ -29,6 +29,7 @@ Place = Literal["rank", "gpu", "node", "switch", "pod", "job", "service", "path"
 """What a fact of the class stands on: it says which ranks and which node are its root."""
 GROUPS = frozenset(("rank", "node", "address", "pci", "pid", "path", "step", "ranks"))
 
+
 _FOLLOWS = "(?i)caused by previous xid"
 
 
@@ -162,8 +163,9 @@ def _catalog(files: Iterable[tuple[str, File]]) -> Catalog:
             whole = msgspec.structs.replace(fault, domain=fault.domain or file.domain)
             known.setdefault(fault.name, whole)
             patterns += (
-                _pattern(f"{name}, {fault.name}, pattern {number}", whole, entry)
+                _pattern(f"{name}, {fault.name}, pattern {number}", whole, each)
                 for number, entry in enumerate(fault.pattern, 1)
+                for each in _with_follower(entry, whole)
             )
     if UNKNOWN not in known:
         raise BadCatalog(f"no file describes the class {UNKNOWN}.")
@@ -182,13 +184,24 @@ def _prefilter(patterns: list[Pattern]) -> re2.Set:
     return made
 
 
+def _with_follower(entry: Entry, fault: Fault) -> list[Entry]:
+    """An Xid 45 names the number that it follows, also on the partners of the device that failed:
+    where only followers are left of a fatal one, it is the host's, and no device is blamed."""
+    if not entry.xid or {43, 45} & set(entry.xid):
+        return [entry]
+    unless = f"{_FOLLOWS}|{entry.unless}" if entry.unless else _FOLLOWS
+    own = msgspec.structs.replace(entry, unless=unless)
+    if (entry.severity or fault.severity) != "fatal":
+        return [own]
+    codes = "|".join(str(number) for number in entry.xid)
+    told = Entry(re=rf"{_FOLLOWS} (?:{codes})\b", severity="degraded", place="switch")
+    return [own, told]
+
+
 def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
     if bool(entry.re) == bool(entry.xid):
         raise BadCatalog(f"{where} has not exactly one of `re` and `xid`.")
     text = entry.re or _of_xid(entry.xid)
-    unless = entry.unless
-    if entry.xid and not {43, 45} & set(entry.xid):
-        unless = f"{_FOLLOWS}|{unless}" if unless else _FOLLOWS
     regex = _compiled(where, text)
     if unknown := set(regex.groupindex) - GROUPS:
         raise BadCatalog(
@@ -197,7 +210,7 @@ def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
         )
     return Pattern(
         _meaning(fault, entry), frozenset(entry.sources), text, regex,
-        _compiled(where, unless) if unless else None,
+        _compiled(where, entry.unless) if entry.unless else None,
     )  # fmt: skip
 
 
@@ -231,7 +244,8 @@ def _compiled(where: str, text: str) -> re2._Regexp:
 
 
 def _of_xid(numbers: tuple[int, ...]) -> str:
-    """The kernel's form, and those of tools that repeat it (``XID error: 79``, ``xid=79``)."""
+    """The kernel's form, and those of tools that repeat it (``XID error: 79``, ``xid=79``, DCGM's
+    metric)."""
     codes = "|".join(str(number) for number in numbers)
     device = (
         r"(?:PCI:|GPU[ :-]*)?(?P<pci>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2})?)(?:\.0)?"
@@ -239,6 +253,7 @@ def _of_xid(numbers: tuple[int, ...]) -> str:
     return (
         rf"(?i)\bxid\b(?: (?:error|event|code)s?)?[ :=#]*(?:\({device}\)[ :]*)?"
         rf"(?:(?:error|code)[ :=#]+)?(?:{codes})\b(?:,? ?pid=['\"]?(?P<pid>\d+))?"
+        rf"|xid_errors\b(?:\{{[^}}]*\}})?[ =:]+(?:{codes})\b"
     )
 
 

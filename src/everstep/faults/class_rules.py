@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from everstep.faults.candidates import NOTICE, PROGRAM, WATCHDOG, Candidate, Found
+from everstep.faults.candidates import NOTICE, PEER, PROGRAM, WATCHDOG, Candidate, Found
+from everstep.faults.exits import INT, KILL, TERM
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact
 from everstep.faults.records import Action, Domain
@@ -230,8 +231,8 @@ def _lost(candidate: Candidate, found: Found) -> Candidate:
     scene = found.scene
     facts = []
     for fact in candidate.facts:
-        count = re.search(r"(\d+) of (\d+) GPU", fact.line.text)
-        if count is None or int(count[1]) < int(count[2]):
+        seen, all_of_them = _counted(fact.line.text)
+        if seen is None or all_of_them is None or seen < all_of_them:
             facts.append(fact)
     if not facts:
         return replace(candidate, level=0)
@@ -247,6 +248,15 @@ def _lost(candidate: Candidate, found: Found) -> Candidate:
     if len(local) == 1:
         return replace(candidate, facts=tuple(facts), ranks=frozenset((on_node[local.pop()],)))
     return replace(candidate, facts=tuple(facts))
+
+
+def _counted(text: str) -> tuple[int | None, int | None]:
+    """How many devices there are, and how many there should be."""
+    if found := re.search(r"(\d+) of (\d+) GPU", text):
+        return int(found[1]), int(found[2])
+    if found := re.search(r"(?i)expected (\d+) (?:GPU|device)\D{0,30}(\d+)", text):
+        return int(found[2]), int(found[1])
+    return None, None
 
 
 def _pairs(candidate: Candidate, found: Found) -> Candidate:
@@ -343,7 +353,16 @@ def _on(facts: Sequence[Fact], ranks: tuple[int, ...]) -> frozenset[int]:
     return frozenset(fact.rank for fact in facts if fact.rank is not None and fact.rank in ranks)
 
 
+def _cancelled(candidate: Candidate, found: Found) -> Candidate:
+    """Slurm ends a step also since one of its tasks failed: then nobody cancelled it."""
+    step = all("*** STEP" in fact.line.text for fact in candidate.facts)
+    failed = any(end.code > 0 or (end.signal and end.signal not in (INT, KILL, TERM))
+                 for end in found.scene.ends.values())  # fmt: skip
+    return replace(candidate, level=0) if step and failed and candidate.level < PEER else candidate
+
+
 CLASS_RULES: dict[str, Callable[[Candidate, Found], Candidate]] = {
+    "USER_CANCEL": _cancelled,
     "CUDA_OOM": _cuda_oom,
     "ILLEGAL_ADDR_SW": _illegal,
     "PERMISSION": _one_node,

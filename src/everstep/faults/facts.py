@@ -49,7 +49,7 @@ _PEER = re.compile(
 
 
 _CUDA = re.compile(
-    r"(?i)\bCUDA (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup"
+    r"(?i)\b(?:CUDA|HIP) (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup"
     r"|TCPStore|\bc10d\b"
     r"|^(?:Socket Timeout|Broken pipe|Connection (?:reset|refused|closed|timed out))"
 )

@@ -46,7 +46,7 @@ _BREAK = re.compile(r"\r\n|\n|\r|\x85|\u2028|\u2029")
 _STAMP = (
     r"\[?\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?(?: [A-Z]+\d+)*\]?"
     r"|\[\d{3,7}\](?= \[)|"
-    r"\[\d\d:\d\d:\d\d(?:[.,]\d+)?\]"
+    r"\[\d\d:\d\d:\d\d(?:[.,]\d+)?\]|\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}\]"
 )
 _PREFIX = re.compile(
     r"(?P<rank>\[rank:? ?(?P<r1>\d+)\]:? ?|\[\d+,(?P<r2>\d+)\]<std(?:err|out)>: ?)"
@@ -70,7 +70,7 @@ _STARTS = re.compile(
     r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d"
 )
 _KERNEL = re.compile(
-    r"^(?:kernel: |NVRM: |nvidia-nvswitch|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport "
+    r"^(?:kernel: |NVRM: |nvidia-nvswitch|amdgpu |amdgpu: |\[drm:|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport "
     r"|oom-kill:"
     r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error"
     r"|blk_update_)"

@@ -46,6 +46,8 @@ def program_candidates(found: Found) -> list[Candidate]:
 def external_ends(found: Found) -> list[Candidate]:
     """Ends by SIGTERM that nobody of ours sent."""
     scene = found.scene
+    if found.of("USER_CANCEL"):
+        return []
     theirs = [end for end in scene.ends.values() if end.rank not in scene.ours]
     deaths = [end for end in theirs if end.code != 0 and end.signal not in (TERM, ABORT)]
     first = min((end.time for end in deaths if end.time is not None), default=None)

@@ -21,7 +21,7 @@ _FRAME = re.compile(
 )
 _RAISED = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z_]\w*(?:Error|Exception|Interrupt|Exit|Abort|Timeout|Invalid"
-    r"|Closed|NotFound|Refused|Fault|Corrupt\w*|Failed|Warning|Iteration|Group|ed))"
+    r"|Closed|NotFound|Refused|Fault|Corrupt\w*|Failed|Warning|Iteration|Group|ed)(?:\(\w+\))?)"
     r"(?:: ?(?P<message>.*))?$"
 )
 _ANY = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: ?(?P<message>.*))?$")
@@ -29,7 +29,9 @@ _BOXED = re.compile(r"^\s*[│|] (?:❱ )?(?P<file>/\S+\.py):(?P<line>\d+) in (?
 _IGNORED = re.compile(
     r"^(?:Exception ignored in|Error in atexit|Exception in thread .*(?:pin_memory|QueueFeeder))"
 )
-_SPEAKS = re.compile(r"Error|Exception|Traceback|Interrupt|File \"|above exception|[│|] ")
+_SPEAKS = re.compile(
+    r"Error|Exception|Traceback|Interrupt|File \"|above exception|[│|] |[a-z]\.[A-Z]\w+(?:: |$)"
+)
 """What any line of a traceback but its source has; other lines are passed over at once."""
 _LINKED = re.compile(
     r"During handling of the above exception|The above exception was the direct cause"
