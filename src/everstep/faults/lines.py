@@ -70,7 +70,8 @@ _STARTS = re.compile(
     r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d"
 )
 _KERNEL = re.compile(
-    r"^(?:kernel: |NVRM: |nvidia-nvswitch|amdgpu |amdgpu: |\[drm:|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport "
+    r"^(?:kernel: |NVRM: |nvidia-nvswitch|amdgpu |amdgpu: |\[drm:|mce: \[|EDAC "
+    r"|\{\d+\}\[Hardware Error\]|pcieport "
     r"|oom-kill:"
     r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error"
     r"|blk_update_)"
