@@ -22,6 +22,7 @@ import re2
 
 from everstep.errors import BadCatalog
 from everstep.faults.records import UNKNOWN, Action, Domain, Role, Severity, Source
+from everstep.faults.topics import TOPICS
 
 Kind = Literal["node", "program", "peer", "watchdog", "signal"]
 """How deep evidence lies (rule 1); the first goes before the last."""
@@ -96,17 +97,19 @@ class Pattern(msgspec.Struct, frozen=True):
     meaning: Meaning
     sources: frozenset[str]
     text: str
+    captures: bool
     regex: re2._Regexp
     unless: re2._Regexp | None
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """All patterns. ``known`` gives each class's advice, ``meanings`` what it means by default."""
+    """All patterns. ``known`` gives each class's advice, ``meanings`` what it means by default.
+    ``search`` numbers the patterns that a text may match and, after them, the topics."""
 
     patterns: tuple[Pattern, ...]
     known: dict[str, Fault]
     meanings: dict[str, Meaning]
-    prefilter: re2.Set
+    search: re2.Set
 
 
 def load(*extra: Path) -> Catalog:
@@ -170,16 +173,16 @@ def _catalog(files: Iterable[tuple[str, File]]) -> Catalog:
     if UNKNOWN not in known:
         raise BadCatalog(f"no file describes the class {UNKNOWN}.")
     meanings = {name: _meaning(fault, Entry()) for name, fault in known.items()}
-    return Catalog(tuple(patterns), known, meanings, _prefilter(patterns))
+    return Catalog(tuple(patterns), known, meanings, _search(patterns))
 
 
-def _prefilter(patterns: list[Pattern]) -> re2.Set:
+def _search(patterns: list[Pattern]) -> re2.Set:
     options = re2.Options()
     options.max_mem = 256 << 20
     options.never_capture = True
     made = re2.Set.SearchSet(options)
-    for pattern in patterns:
-        made.Add(pattern.text)
+    for text in (*(pattern.text for pattern in patterns), *TOPICS.values()):
+        made.Add(text)
     made.Compile()
     return made
 
@@ -209,7 +212,7 @@ def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
             hint=f"Groups may be named {', '.join(sorted(GROUPS))}.",
         )
     return Pattern(
-        _meaning(fault, entry), frozenset(entry.sources), text, regex,
+        _meaning(fault, entry), frozenset(entry.sources), text, bool(regex.groupindex), regex,
         _compiled(where, entry.unless) if entry.unless else None,
     )  # fmt: skip
 

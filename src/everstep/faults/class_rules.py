@@ -316,7 +316,7 @@ def _port(candidate: Candidate, found: Found) -> Candidate:
 
 def _hot(candidate: Candidate, found: Found) -> Candidate:
     """Heat that slows no rank down is only noted."""
-    slow = straggler_in(found.scene.lines)
+    slow = straggler_in(found.scene.index.about("compute"))
     return replace(candidate, survivable=slow is None)
 
 

@@ -72,6 +72,6 @@ def earlier(lines: list[Line], catalog: Catalog) -> Earlier:
 
 
 def _faults_in(text: str, catalog: Catalog) -> set[str]:
-    return {
-        catalog.patterns[number].meaning.fault for number in catalog.prefilter.Match(text) or ()
-    }
+    numbers = catalog.search.Match(text) or ()
+    patterns = catalog.patterns
+    return {patterns[number].meaning.fault for number in numbers if number < len(patterns)}

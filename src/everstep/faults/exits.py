@@ -79,11 +79,11 @@ def normal(code: int) -> int:
     return 128 - code if 128 < code <= 128 + 64 else code
 
 
-def ends_of(incident: Incident, lines: list[Line]) -> list[End]:
-    """How each rank ended, where somebody says it."""
+def ends_of(incident: Incident, lines: list[Line], told: list[Line]) -> list[End]:
+    """How each rank ended, where somebody says it; ``told``: the lines that speak of ends."""
     seen = list(_seen(incident, lines))
     known = {end.rank for end in seen}
-    said = [line for line in lines if line.source in ("log", "slurm")]
+    said = [line for line in told if line.source in ("log", "slurm")]
     return seen + [
         end for end in _told(said)
         if end.rank not in known

@@ -53,7 +53,7 @@ _CONFIDENCE = {NODE: 0.95, PROGRAM: 0.9, OUTLIER: 0.8, DEGRADED: 0.75}
 
 def judge(incident: Incident, catalog: Catalog) -> Verdict:
     """What the incident was. Pure."""
-    found = gathered(scene_of(_settled(incident)), catalog)
+    found = gathered(scene_of(_settled(incident), catalog), catalog)
     candidates = all_candidates(found)
     chosen, reason = choose(candidates, found)
     chosen = looping(chosen, found)
@@ -76,7 +76,8 @@ def choose(candidates: list[Candidate], found: Found) -> tuple[Candidate | None,
     """The root, or None with the reason why nothing decides."""
     if _went_on(candidates, found):
         return _of_notices(candidates, found)
-    strong = [c for c in candidates if c.level == NODE and _stands(c, candidates, found.scene)]
+    programs = [(c, _nodes_of(c, found.scene)) for c in candidates if c.level == PROGRAM]
+    strong = [c for c in candidates if c.level == NODE and _stands(c, programs)]
     if strong:
         return _of_nodes(strong, found)
     rest = [c for c in candidates if NOTICE + 1 < c.level < NODE]
@@ -162,23 +163,23 @@ def _of_notices(candidates: list[Candidate], found: Found) -> tuple[Candidate | 
     return _harmless(best), "nothing ended of it"
 
 
-def _stands(candidate: Candidate, candidates: list[Candidate], scene: Scene) -> bool:
+def _stands(candidate: Candidate, programs: list[tuple[Candidate, set[str]]]) -> bool:
     """Whether a fact of a node may go before an end of a process (rule 1): it stands on the node or
     device of a rank that failed, or it is the scheduler's and came first."""
-    clean = [c for c in candidates if c.level == PROGRAM]
-    if not clean:
-        return True
-    for program in clean:
+    for program, nodes in programs:
         if candidate.node is None:
             if candidate.time is None or program.time is None or candidate.time <= program.time + 2:
                 return True
-            continue
-        nodes = {scene.node_of(rank) for rank in program.ranks} | program.nodes
-        nodes |= {fact.node for fact in program.facts}
-        nodes.discard(None)
-        if not nodes or candidate.node in nodes or candidate.ranks & program.ranks:
+        elif not nodes or candidate.node in nodes or candidate.ranks & program.ranks:
             return True
-    return False
+    return not programs
+
+
+def _nodes_of(program: Candidate, scene: Scene) -> set[str]:
+    """The nodes on which a program failed, as far as they are known."""
+    nodes = {scene.node_of(rank) for rank in program.ranks} | program.nodes
+    nodes |= {fact.node for fact in program.facts}
+    return {node for node in nodes if node is not None}
 
 
 def _of_nodes(strong: list[Candidate], found: Found) -> tuple[Candidate | None, str]:

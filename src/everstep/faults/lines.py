@@ -61,6 +61,7 @@ _PREFIX = re.compile(
 )
 _GLUED = re.compile(r"\[rank(\d+)\]:(?: (?=\S)|(?=\[))")
 """A rank's prefix inside a line: what stood before it, a progress bar mostly, is another's."""
+_ERRS = re.compile(r"Error|Exception|Traceback|  File ")
 _IN_PREFIX = re.compile(r"(?i)\brank[ _:=-]?(\d+)")
 _SPOKEN = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
 _LABEL = re.compile(
@@ -76,6 +77,8 @@ _KERNEL = re.compile(
     r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error"
     r"|blk_update_)"
 )
+_BARE = frozenset(("exit", "heartbeat", "steptime", "stack"))
+"""Sources that nobody puts anything around."""
 _SLURM = re.compile(r"^(?:slurmstepd|srun|slurmd|slurmctld|sbatch|salloc): ")
 
 
@@ -102,7 +105,7 @@ def clean(text: str) -> list[str]:
     if '{"' in text:
         text = "\n".join(_unpacked(line) for line in text.split("\n"))
     return [
-        _bounded(_CONTROL.sub("", line))
+        _bounded(line if line.isprintable() else _CONTROL.sub("", line))
         for line in _BREAK.split(text)
         if line and not line.isspace()
     ]
@@ -114,6 +117,13 @@ def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) 
     if signal.source in ("log", "slurm") and (common := _common(raw)):
         raw = [line[common:] for line in raw]
     labels = signal.source in ("log", "slurm") and _labels(raw)
+    if signal.source in _BARE:
+        for order, text in enumerate(raw):
+            yield Line(
+                text, signal.source, signal.rank, signal.node, signal.time, order, number,
+                signal.ours,
+            )  # fmt: skip
+        return
     for order, text in enumerate(_joined(raw)):
         text, rank, node = _stripped(text, signal, labels, nodes)
         source = _source(signal.source, text)
@@ -202,13 +212,13 @@ def _stripped(
         elif found["syslog"] and node is None:
             node = found["host"] or found["host2"]
         text = text[found.end() :]
-    if source == "log" and (glued := _GLUED.search(text)):
+    if source == "log" and "[rank" in text and (glued := _GLUED.search(text)):
         rank, text = int(glued[1]), text[glued.end() :]
-    if source == "log" and (odd := _ODD.match(text)):
+    if source == "log" and _ERRS.search(text) and (odd := _ODD.match(text)):
         said = _IN_PREFIX.search(odd.group())
         rank = int(said[1]) if said and rank is None else rank
         text = text[odd.end() :]
-    if rank is None and source == "log" and (named := _SPOKEN.search(text)):
+    if rank is None and source == "log" and "Rank " in text and (named := _SPOKEN.search(text)):
         rank = int(named[1])
     return text.rstrip(), rank, node
 

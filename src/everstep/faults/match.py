@@ -1,7 +1,7 @@
 """Lines into facts: which signatures of the catalogue a line shows.
 
-Owns: the search, denials, what a line captures. Never does: I/O, weigh facts. Called by:
-:mod:`everstep.faults.candidates`.
+Owns: the one search of all lines, denials, what a line captures. Never does: I/O, weigh
+facts. Called by: :mod:`everstep.faults.scene`, :mod:`everstep.faults.facts`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,33 @@ from dataclasses import dataclass, field
 from everstep.faults.catalog import Catalog, Kind, Meaning, Pattern, Place
 from everstep.faults.lines import Line
 from everstep.faults.records import Severity
+from everstep.faults.topics import TOPICS
 
 _DENIAL = re.compile(
     r"(?i)(?:\b(?:no|without|not an?|never|neither|nor|free of|zero)\s+(?:[\w-]+\s+){0,2}|\bnot "
     r"|(?:^|[,;:(] ?|\b(?:has|had|with|found|are|shows?) )0 (?:[\w-]+ ){0,1})$"
 )
+_DENIALS = (
+    "no",
+    "No",
+    "NO",
+    "ne",
+    "Ne",
+    "NE",
+    "ithout",
+    "ITHOUT",
+    "ree of",
+    "REE OF",
+    "ero ",
+    "ERO ",
+    "0 ",
+)
+"""Any denial has one of them."""
 _PAST = re.compile(
     r"(?i)^(?:history\b|last (?:week|day)|\d+ other jobs?\b|other jobs?\b)"
     r"|\b(?:previous|earlier|last) (?:attempts?|runs?)\b|\battempts? \d"
 )
+_TOPICS = tuple(TOPICS)
 _NOW = re.compile(r"(?i)\bsent (?:SIG|signal)|\bSIG\w+ (?:was )?sent\b")
 
 
@@ -100,20 +118,47 @@ def is_past(line: Line) -> bool:
     return (line.time is not None and line.time < 0) or _PAST.search(line.text) is not None
 
 
-def facts_of(lines: Iterable[Line], catalog: Catalog) -> list[Fact]:
-    """Every fact of the lines; of one class the first pattern that matches a line counts."""
-    found: list[Fact] = []
-    for line in lines:
-        if not line.text or is_past(line):
-            continue
-        numbers = sorted(catalog.prefilter.Match(line.text) or ())
-        seen: set[str] = set()
-        for number in numbers:
-            pattern = catalog.patterns[number]
-            if pattern.meaning.fault not in seen and (fact := _fact(pattern, line)):
-                seen.add(pattern.meaning.fault)
-                found.append(fact)
-    return found
+class Index:
+    """Lines by the patterns that they may match and by their topics, in their order."""
+
+    def __init__(self, lines: Iterable[Line], catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._hits: list[tuple[Line, tuple[int, ...]]] = []
+        self._about: dict[str, list[Line]] = {topic: [] for topic in TOPICS}
+        known: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        for line in lines:
+            found = known.get(line.text)
+            if found is None:
+                found = known[line.text] = self._searched(line.text)
+            if found[0]:
+                self._hits.append((line, found[0]))
+            for topic in found[1]:
+                self._about[topic].append(line)
+
+    def about(self, topic: str) -> list[Line]:
+        """The lines that may speak of a topic."""
+        return self._about[topic]
+
+    def facts(self) -> list[Fact]:
+        """Every fact of the lines; of one class the first pattern that matches a line counts."""
+        patterns = self.catalog.patterns
+        found: list[Fact] = []
+        for line, numbers in self._hits:
+            if is_past(line):
+                continue
+            seen: set[str] = set()
+            for number in numbers:
+                pattern = patterns[number]
+                if pattern.meaning.fault not in seen and (fact := _fact(pattern, line)):
+                    seen.add(pattern.meaning.fault)
+                    found.append(fact)
+        return found
+
+    def _searched(self, text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        count = len(self.catalog.patterns)
+        numbers = sorted(self.catalog.search.Match(text) or ())
+        first = next((i for i, number in enumerate(numbers) if number >= count), len(numbers))
+        return tuple(numbers[:first]), tuple(_TOPICS[number - count] for number in numbers[first:])
 
 
 def _fact(pattern: Pattern, line: Line) -> Fact | None:
@@ -121,8 +166,14 @@ def _fact(pattern: Pattern, line: Line) -> Fact | None:
         return None
     if pattern.unless is not None and pattern.unless.search(line.text):
         return None
+    if not pattern.captures and not any(word in line.text for word in _DENIALS):
+        return Fact(pattern.meaning, line)  # where in the line it stands is of no account
     match = pattern.regex.search(line.text)
-    if match is None or _DENIAL.search(line.text[max(0, match.start() - 40) : match.start()]):
+    if match is None or _denied(line.text[max(0, match.start() - 40) : match.start()]):
         return None
     groups = {name: value for name, value in match.groupdict().items() if value is not None}
     return Fact(pattern.meaning, line, groups)
+
+
+def _denied(before: str) -> bool:
+    return any(word in before for word in _DENIALS) and _DENIAL.search(before) is not None

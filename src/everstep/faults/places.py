@@ -6,7 +6,6 @@ Called by: :mod:`everstep.faults.judge`.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 
 from everstep.faults.candidates import DEGRADED, NODE, NOTICE, Candidate, Found
@@ -84,7 +83,9 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
             return frozenset(killed)
     if fact.place == "pod":
         return frozenset(scene.ranks_of(node))
-    return _touched(node, found)
+    if node not in found.touched:
+        found.touched[node] = _touched(node, found)
+    return found.touched[node]
 
 
 def _named_rank(fact: Fact, node: str | None, found: Found) -> int | None:
@@ -95,13 +96,9 @@ def _named_rank(fact: Fact, node: str | None, found: Found) -> int | None:
         pid = int(groups["pid"])
         if (rank := scene.of_pid(node, pid)) is not None:
             return rank
-        told = {
-            raised.line.rank
-            for raised in found.raised
-            if re.search(rf"\bpid:? ?{pid}\b", raised.message)
-        }
+        told = found.tellers.get(pid, set())
         if len(told) == 1:
-            return told.pop()
+            return next(iter(told))
     rank = fact.rank
     known = scene.ranks_of(node)
     return None if "rank" in groups and known and rank not in known else rank

@@ -112,11 +112,9 @@ def _survived(fact: Fact, scene: Scene) -> bool:
     if rank in scene.ends:
         return scene.ends[rank].code == 0
     time = fact.line.time
-    return any(
-        beat.rank == rank
-        and rank in scene.alive
-        and (time is None or beat.time is None or beat.time > time + beat.age)
-        for beat in scene.beats
+    return rank in scene.alive and any(
+        time is None or beat.time is None or beat.time > time + beat.age
+        for beat in scene.beats_of[rank]
     )
 
 

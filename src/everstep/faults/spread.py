@@ -137,11 +137,13 @@ def _spread(candidate: Candidate, found: Found) -> tuple[frozenset[int], str | N
 def _alike(candidate: Candidate, found: Found) -> frozenset[int]:
     """Ranks without a word of their own that ended with the same code at the same time."""
     ends = found.scene.ends
+    silent = [end for end in ends.values() if end.code > 0 and end.rank not in found.scene.heard]
+    if not silent:
+        return frozenset()
     codes = {ends[rank].code for rank in candidate.ranks if rank in ends}
     times = [ends[rank].time or 0.0 for rank in candidate.ranks if rank in ends]
-    heard = {line.rank for line in found.scene.lines if line.source == "log"}
     return frozenset(
-        end.rank for end in ends.values()
-        if end.code > 0 and {end.code} == codes and end.rank not in heard
+        end.rank for end in silent
+        if {end.code} == codes
         and abs((end.time or 0.0) - min(times)) <= 2.0
     )  # fmt: skip

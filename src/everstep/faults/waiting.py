@@ -24,7 +24,7 @@ from everstep.faults.match import Fact
 from everstep.faults.peers import Vote, vote
 from everstep.faults.programs import of_end
 from everstep.faults.series import odd_sum_in, silent_in, spike_in, straggler_in
-from everstep.faults.stacks import Stack, outliers, stacks_in
+from everstep.faults.stacks import Stack, outliers
 
 _NAMES = ("NCCL_REMOTE_ERROR", "GLOO_CONN_CLOSED")
 _ABSENT = re.compile(
@@ -35,7 +35,7 @@ _ABSENT = re.compile(
 
 def stack_candidates(found: Found) -> list[Candidate]:
     """The outlier of the stacks, or a single process that stands in an abort."""
-    stacks = stacks_in(found.scene.lines)
+    stacks = found.stacks
     aborting = [stack for stack in stacks if stack.aborts]
     if aborting and len(aborting) <= max(1, len(stacks) // 2):
         return [_of_stacks(found, "ABORT_HANG", aborting, "its stack stands in the abort")]
@@ -92,7 +92,7 @@ def collective_candidates(found: Found) -> list[Candidate]:
 
 def _odd_stack(found: Found) -> set[int]:
     """The few whose program stands elsewhere than the others', though all wait in collectives."""
-    stacks = stacks_in(found.scene.lines)
+    stacks = found.stacks
     shapes = Counter(stack.shape for stack in stacks).most_common()
     if len(shapes) < 2 or shapes[0][1] <= len(stacks) / 2:
         return set()
@@ -159,20 +159,20 @@ def beat_candidates(found: Found) -> list[Candidate]:
 def series_candidates(found: Found) -> list[Candidate]:
     """Figures that stand out: the loss, one rank's step time."""
     made: list[Candidate] = []
-    if spike := spike_in(found.scene.lines):
+    if spike := spike_in(found.scene.index.about("loss")):
         action = "rollback" if spike.lasting else "continue"
         made.append(
             found.made("LOSS_SPIKE", WATCHDOG - 2 if spike.lasting else NOTICE,
                        [found.fact("LOSS_SPIKE", spike.line)], action=action,
                        why=f"the loss jumped at step {spike.step}")
         )  # fmt: skip
-    if odd := odd_sum_in(found.scene.lines):
+    if odd := odd_sum_in(found.scene.index.about("checksum")):
         line, ranks = odd
         made.append(
             found.made("SDC", NODE, [found.fact("SDC", line)], ranks=frozenset(ranks),
                        why="its replica has another checksum than all others")
         )  # fmt: skip
-    if slow := straggler_in(found.scene.lines):
+    if slow := straggler_in(found.scene.index.about("compute")):
         made.append(
             found.made("STRAGGLER", NOTICE + 1, [found.fact("STRAGGLER", slow.line)],
                        ranks=frozenset((slow.rank,)), node=found.scene.node_of(slow.rank),
