@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import replace
+
+import msgspec
 
 from everstep.faults.candidates import Found
 from everstep.faults.catalog import Catalog, Meaning
@@ -62,7 +63,7 @@ _RAN = re.compile(
 
 def gathered(scene: Scene, catalog: Catalog) -> Found:
     """Match all lines, and give exceptions their class."""
-    everything = raised_in(scene.speaking())
+    everything = raised_in(scene.lines, scene.index.about("traceback"))
     ignored = {(raised.line.signal, raised.line.order) for raised in everything if raised.ignored}
     raised = [each for each in everything if not each.ignored]
     matched = [
@@ -97,7 +98,9 @@ def _with_exceptions(facts: list[Fact], raised: list[Raised], own: Meaning) -> l
             if known[number].rank == line.rank
         ]
         for number in near:
-            known[number] = replace(known[number], frame=each.frame, message=_said(each))
+            known[number] = msgspec.structs.replace(
+                known[number], frame=each.frame, message=_said(each)
+            )
         if not near and not _NOISE.search(each.name) and not _of_peers(each):
             extra.append(Fact(own, line, frame=each.frame, message=_said(each)))
     return known + extra

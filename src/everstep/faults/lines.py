@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -59,6 +58,8 @@ _PREFIX = re.compile(
     rf"|(?P<stamp>(?:{_STAMP}) *(?:[-|] )?)"
     r"|(?P<uptime>\[ *\d+\.\d{6}\] )"
 )
+_LOW_PREFIX = re.compile(r"pod/|kernel: |[\w.-]+ +\| |[\w.-]+ kernel: ")
+"""Which of these begin with a small letter."""
 _GLUED = re.compile(r"\[rank(\d+)\]:(?: (?=\S)|(?=\[))")
 """A rank's prefix inside a line: what stood before it, a progress bar mostly, is another's."""
 _ERRS = re.compile(r"Error|Exception|Traceback|  File ")
@@ -77,13 +78,14 @@ _KERNEL = re.compile(
     r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error"
     r"|blk_update_)"
 )
+_KERNEL_FIRST = frozenset("kNna[mE{poXwBb")
+"""What the lines of ``_KERNEL`` begin with."""
 _BARE = frozenset(("exit", "heartbeat", "steptime", "stack"))
 """Sources that nobody puts anything around."""
 _SLURM = re.compile(r"^(?:slurmstepd|srun|slurmd|slurmctld|sbatch|salloc): ")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True, gc=False):
     """One line without what was put around it. ``order`` is its place in its signal; two lines of
     different signals are ordered by their signals' times alone."""
 
@@ -200,6 +202,8 @@ def _stripped(
         rank = int(named) if named and rank is None and source == "log" else rank
         node = label["host"] if label["host"] and node is None else node
     for _ in range(8):
+        if text[:1].islower() and not _LOW_PREFIX.match(text):
+            break
         found = _PREFIX.match(text)
         if found is None:
             break
@@ -244,6 +248,7 @@ def _source(source: Source, text: str) -> Source:
     """A merged log holds lines of the kernel and of Slurm, too."""
     if source != "log":
         return source
-    if _KERNEL.match(text):
+    first = text[:1]
+    if first in _KERNEL_FIRST and _KERNEL.match(text):
         return "kernel"
-    return "slurm" if _SLURM.match(text) else "log"
+    return "slurm" if first == "s" and _SLURM.match(text) else "log"

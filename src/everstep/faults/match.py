@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from everstep.faults.catalog import Catalog, Kind, Meaning, Pattern, Place
 from everstep.faults.lines import Line
@@ -43,14 +44,13 @@ _TOPICS = tuple(TOPICS)
 _NOW = re.compile(r"(?i)\bsent (?:SIG|signal)|\bSIG\w+ (?:was )?sent\b")
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(msgspec.Struct, frozen=True):
     """One thing that a line says. ``groups``: what its pattern captured. ``frame`` and ``message``:
     of the exception whose line it is, where it is one."""
 
     meaning: Meaning
     line: Line
-    groups: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, str] = {}
     frame: str = ""
     message: str = ""
 

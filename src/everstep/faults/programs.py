@@ -78,7 +78,7 @@ def external_ends(found: Found) -> list[Candidate]:
 def of_end(found: Found, fault: str, end: End) -> Fact:
     """A fact about the end of a process; a launcher's line names its rank and node in words."""
     groups = {"rank": str(end.rank)} | ({"node": end.node} if end.node else {})
-    return replace(found.fact(fault, end.line), groups=groups)
+    return Fact(found.catalog.meanings[fault], end.line, groups)
 
 
 def _lived(facts: list[Fact], found: Found) -> list[Candidate]:

@@ -170,11 +170,6 @@ class Scene:
         """Whether any rank ended otherwise than with code 0 and than by us."""
         return any(end.code != 0 and end.rank not in self.ours for end in self.ends.values())
 
-    def speaking(self) -> list[Line]:
-        """The lines of those signals in which anything of a traceback stands."""
-        signals = {line.signal for line in self.index.about("traceback")}
-        return [line for line in self.lines if line.signal in signals]
-
     def repeats(self, *words: str) -> list[Line]:
         """Lines of the past that name any of the words."""
         return [line for line in self.past if any(word in line.text for word in words if word)]

@@ -65,9 +65,11 @@ class Slow:
 def spike_in(lines: list[Line]) -> Spike | None:
     """The first jump of the loss in the progress lines, if there is one."""
     points: dict[int, tuple[float, Line]] = {}
+    seen: set[str] = set()
     for line in lines:
-        if line.source != "log":
+        if line.source != "log" or line.text in seen:
             continue
+        seen.add(line.text)
         if found := _LOSS.search(line.text):
             try:
                 points.setdefault(int(found["step"]), (float(found["loss"]), line))
@@ -135,13 +137,13 @@ def step_of(scene: Scene, facts: Iterable[Fact]) -> int | None:
     if own:
         return max(own)
     beats = [beat.step for beat in scene.beats if beat.step is not None]
-    lines = [
-        int(found["step"])
+    texts = {
+        line.text
         for line in scene.lines
         if line.source == "log" and ("step" in line.text or "iter" in line.text)
-        for found in STEP.finditer(line.text)
-    ]
-    return max(lines or beats, default=None)
+    }
+    told = [int(found["step"]) for text in texts for found in STEP.finditer(text)]
+    return max(told or beats, default=None)
 
 
 def waiting_in(beats: list[Beat], lines: list[Line]) -> set[int]:
