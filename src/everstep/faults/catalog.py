@@ -10,6 +10,7 @@ can make it slow. Its groups named ``rank``, ``ranks``, ``node``, ``address``, `
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable
 from functools import cache
@@ -31,6 +32,7 @@ Place = Literal["rank", "gpu", "node", "switch", "pod", "job", "service", "path"
 GROUPS = frozenset(("rank", "node", "address", "pci", "pid", "path", "step", "ranks"))
 
 
+_NEGATIVE = re.compile(r"(?i)\bno(?:t|ne)?\b|without|[(|]no |n[.]t\b|\bNo[A-Z]")
 _FOLLOWS = "(?i)caused by previous xid"
 
 
@@ -98,6 +100,7 @@ class Pattern(msgspec.Struct, frozen=True):
     sources: frozenset[str]
     text: str
     captures: bool
+    negative: bool
     regex: re2._Regexp
     unless: re2._Regexp | None
 
@@ -212,7 +215,8 @@ def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
             hint=f"Groups may be named {', '.join(sorted(GROUPS))}.",
         )
     return Pattern(
-        _meaning(fault, entry), frozenset(entry.sources), text, bool(regex.groupindex), regex,
+        _meaning(fault, entry), frozenset(entry.sources), text, bool(regex.groupindex),
+        _NEGATIVE.search(text) is not None, regex,
         _compiled(where, entry.unless) if entry.unless else None,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from everstep.faults.candidates import NOTICE, PEER, PROGRAM, WATCHDOG, Candidat
 from everstep.faults.exits import INT, KILL, TERM
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact
-from everstep.faults.records import Action, Domain
+from everstep.faults.records import Domain
 from everstep.faults.scene import bus_id
 from everstep.faults.series import silent_in, straggler_in
 from everstep.faults.spread import differs, whole_node
@@ -38,6 +38,8 @@ _SERVED = re.compile(r"(?i)\bnfs\b|rpc_wait|lustre|ceph|fuse|sunrpc")
 _TIMES = re.compile(r"([\d.]+) times")
 
 
+_UP = re.compile(r"(?i)link (?:is )?up\b|port active|carrier (?:acquired|up)|state (?:\d: )?ACTIVE")
+_PORT = re.compile(r"\b(?:mlx\d_\w+(?::\d)?|ib\d+|en[ops]\w+|eth\d+|bond\d+|bnxt\w+)\b")
 _BRAKED = re.compile(
     r"(?i)(?:slow ?down|power brake|power cap)[^\n]{0,20}\bactive|SM \d+ MHz \(others|throttl"
 )
@@ -197,11 +199,23 @@ def _named(text: str) -> int | None:
 
 
 def _save(candidate: Candidate, found: Found) -> Candidate:
-    """A failed save is fatal only where the process ended by it."""
-    ended = {end.rank for end in found.scene.ends.values() if end.code != 0}
-    action: Action = "restart_in_place" if candidate.ranks & ended else "continue"
-    level = PROGRAM if candidate.ranks & ended else NOTICE
-    return replace(candidate, action=action, level=level, survivable=action == "continue")
+    """A failed save is fatal only where the process ended by it; where nobody tells how processes
+    ended, an exception after which its output tells of no further step did end it."""
+    ends = found.scene.ends
+    ended = {end.rank for end in ends.values() if end.code != 0}
+    fatal = bool(candidate.ranks & ended) or (not ends and _is_last(candidate, found))
+    return replace(
+        candidate, action="restart_in_place" if fatal else "continue",
+        level=PROGRAM if fatal else NOTICE, survivable=not fatal,
+    )  # fmt: skip
+
+
+def _is_last(candidate: Candidate, found: Found) -> bool:
+    raised = {fact.line.signal: fact.line.order for fact in candidate.facts if fact.message}
+    later = any(
+        line.order > raised.get(line.signal, line.order) for line in found.scene.index.about("loss")
+    )
+    return bool(raised) and not later and not found.scene.alive and not found.scene.over
 
 
 def _crash(candidate: Candidate, found: Found) -> Candidate:
@@ -305,12 +319,28 @@ def _slow_path(candidate: Candidate, found: Found) -> Candidate:
 def _port(candidate: Candidate, found: Found) -> Candidate:
     """The ranks of the node that met the port's errors, all of it where none tells. A port that
     goes down twice is no flap that the transport outlives."""
+    if not found.scene.ends and _up_again(candidate, found):
+        return replace(candidate, level=NOTICE, survivable=True)
     met = [fact for fact in found.of("IB_LINK_DOWN", "IB_CQE_ERR") if fact.line.rank is not None]
     downs = Counter(fact.rank for fact in candidate.facts)
     return replace(
         candidate,
         ranks=_on(met, found.scene.ranks_of(candidate.node)) or candidate.ranks,
         survivable=candidate.survivable and max(downs.values(), default=0) < 2,
+    )
+
+
+def _up_again(candidate: Candidate, found: Found) -> bool:
+    """Whether each port that went down is said to be up in a later line of the same signal."""
+    ups = [line for line in found.scene.lines if _UP.search(line.text)]
+    return all(
+        any(
+            up.signal == fact.line.signal
+            and up.order > fact.line.order
+            and set(_PORT.findall(up.text)) & set(_PORT.findall(fact.line.text))
+            for up in ups
+        )
+        for fact in candidate.facts
     )
 
 

@@ -28,9 +28,12 @@ MARKED = 3
 
 _MARK = re.compile(r"(?:[\])>|:]|--) ?(?<= )")
 _RANKED = re.compile(
-    r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|mlx5|EDAC|mce|slurm|srun|torch"
+    r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|BTRFS|mlx5|EDAC|mce|slurm|srun"
+    r"|torch|amdgpu|drm|pcie|nvme|nfs|lustre|ceph|kubelet|systemd|chrony|watchdog|rcu|oom|dcgm"
     r"|ERROR|WARN|INFO|DEBUG|Traceback|Error|File|\[[EWIF]\d*\b"
 )
+_NUMBER = re.compile(r"\d{1,4}: ")
+"""What `srun -l` puts before each line, also where all are of one rank."""
 _ODD = re.compile(
     r"^(?!.{0,40}\b(?:INFO|WARN|WARNING|DEBUG)\b)(?:[\[(<]?[\w./@=#,-]+[\])>]?(?: [|>]"
     r"|[:>])? ){1,2}(?<=[\]):>|] )"
@@ -78,6 +81,11 @@ _KERNEL = re.compile(
     r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error"
     r"|blk_update_)"
 )
+_RECORD = re.compile(
+    r"attempt \d+(?: ended:|: start(?:ed)? |: rank \d| failed: rank)"
+    r"|history (?:of )?\S+ (?:GPU|node)"
+)
+"""What an agent says of earlier attempts and other jobs, where its words stand in a merged log."""
 _KERNEL_FIRST = frozenset("kNna[mE{poXwBb")
 """What the lines of ``_KERNEL`` begin with."""
 _BARE = frozenset(("exit", "heartbeat", "steptime", "stack"))
@@ -128,7 +136,7 @@ def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) 
         return
     for order, text in enumerate(_joined(raw)):
         text, rank, node = _stripped(text, signal, labels, nodes)
-        source = _source(signal.source, text)
+        source = _source(signal.source, text, rank)
         yield Line(text, source, rank, node, signal.time, order, number, signal.ours)
 
 
@@ -169,7 +177,7 @@ def _common(raw: list[str]) -> int:
         (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
     )
     marks = list(_MARK.finditer(first, 0, min(same, 60)))
-    if not marks or _RANKED.search(first, 0, marks[-1].end()):
+    if not marks or _RANKED.search(first, 0, marks[-1].end()) or _NUMBER.match(first):
         return 0
     return marks[-1].end()
 
@@ -244,10 +252,12 @@ def _of_local(local: int, node: str | None, nodes: Mapping[str, tuple[int, ...]]
     return ranks[local] if local < len(ranks) else None
 
 
-def _source(source: Source, text: str) -> Source:
-    """A merged log holds lines of the kernel and of Slurm, too."""
+def _source(source: Source, text: str, rank: int | None) -> Source:
+    """A merged log holds lines of the kernel, of Slurm and of agents, too."""
     if source != "log":
         return source
+    if rank is None and text[:1] in "ah" and _RECORD.match(text):
+        return "agent"
     first = text[:1]
     if first in _KERNEL_FIRST and _KERNEL.match(text):
         return "kernel"

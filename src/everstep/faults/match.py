@@ -36,6 +36,8 @@ _DENIALS = (
     "0 ",
 )
 """Any denial has one of them."""
+_DENIED_WITHIN = re.compile(r"(?i)\b(?:no|without|zero)\s+(?:[\w-]+\s+){0,2}$")
+"""A denial of the last word of what matched; for patterns that are no denials themselves."""
 _PAST = re.compile(
     r"(?i)^(?:history\b|last (?:week|day)|\d+ other jobs?\b|other jobs?\b)"
     r"|\b(?:previous|earlier|last) (?:attempts?|runs?)\b|\battempts? \d"
@@ -139,6 +141,10 @@ class Index:
         """The lines that may speak of a topic."""
         return self._about[topic]
 
+    def matched(self) -> list[Line]:
+        """The lines that may match a pattern."""
+        return [line for line, _ in self._hits]
+
     def facts(self) -> list[Fact]:
         """Every fact of the lines; of one class the first pattern that matches a line counts."""
         patterns = self.catalog.patterns
@@ -170,6 +176,8 @@ def _fact(pattern: Pattern, line: Line) -> Fact | None:
         return Fact(pattern.meaning, line)  # where in the line it stands is of no account
     match = pattern.regex.search(line.text)
     if match is None or _denied(line.text[max(0, match.start() - 40) : match.start()]):
+        return None
+    if not pattern.negative and _DENIED_WITHIN.search(match[0].rpartition(" ")[0] + " "):
         return None
     groups = {name: value for name, value in match.groupdict().items() if value is not None}
     return Fact(pattern.meaning, line, groups)

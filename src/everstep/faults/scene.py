@@ -183,7 +183,10 @@ def scene_of(incident: Incident, catalog: Catalog) -> Scene:
         for line in lines_of(signal, number, incident.nodes)
     ]
     nodes = {node: tuple(sorted(ranks)) for node, ranks in incident.nodes.items()}
-    scene = Scene(incident, lines, Index(lines, catalog), nodes, dict(incident.addresses))
+    index = Index(lines, catalog)
+    if left := _of_last_attempt(lines, index):
+        lines, index = left, Index(left, catalog)
+    scene = Scene(incident, lines, index, nodes, dict(incident.addresses))
     _places(scene)
     scene.ends = {
         end.rank: end
@@ -196,6 +199,22 @@ def scene_of(incident: Incident, catalog: Catalog) -> Scene:
     _own_signals(scene)
     _life(scene)
     return scene
+
+
+def _of_last_attempt(lines: list[Line], index: Index) -> list[Line]:
+    """Without what a merged log tells of attempts before its last restart, where anything failed
+    after it; empty where all counts."""
+    last = {line.signal: line.order for line in index.about("restart") if line.source == "log"}
+    if not last:
+        return []
+
+    def after(line: Line) -> bool:
+        return line.order > last.get(line.signal, -1)
+
+    failed = (*index.about("traceback"), *index.about("end of a process"), *index.matched())
+    if not any(line.signal in last and after(line) for line in failed):
+        return []
+    return [line for line in lines if line.source != "log" or after(line)]
 
 
 _Key = TypeVar("_Key")
@@ -296,7 +315,8 @@ def _own_signals(scene: Scene) -> None:
         if end.ours or (end.pid is not None and end.pid in closing):
             scene.ours.add(end.rank)
     for line in scene.lines:
-        if line.source == "agent" and not is_past(line):
+        told = line.source == "agent" or (line.source == "log" and line.rank is None)
+        if told and not is_past(line):
             for found in _SENT.finditer(line.text):
                 scene.ours |= _whom(found, line, scene)
 

@@ -19,8 +19,13 @@ TOPICS: dict[str, str] = {
         r"|[a-z]\.[A-Z]\w+(?:: |$)"
     ),
     "end of a process": (
-        r"(?i)exitcode|exit code|exited |return code|terminated with|srun: error"
+        r"(?i)exitcode|exit code|exited |return code|terminated with|killed by signal|died with"
+        r"|srun: error"
         r"|^\s*(?:time|host|rank|exitcode)\s+: |closing signal"
+    ),
+    "restart": (
+        r"(?i)will restart worker group|restarting worker group|starting worker group"
+        r"|restart_count=[1-9]|attempt \d+ ended: .*restarting|DUE TO JOB REQUEUE"
     ),
     "end of the run": r"(?i)train|final|max_steps|finish|complete|^done|step:? \d+ ?(?:/|of) ?\d",
     "place": (
