@@ -15,6 +15,7 @@ from everstep.faults.candidates import Found
 from everstep.faults.catalog import Catalog, Meaning
 from everstep.faults.collective import stuck_in
 from everstep.faults.earlier import earlier
+from everstep.faults.lines import Line
 from everstep.faults.match import Fact
 from everstep.faults.scene import Scene
 from everstep.faults.tracebacks import Raised, raised_in
@@ -72,7 +73,7 @@ def gathered(scene: Scene, catalog: Catalog) -> Found:
     facts = [
         fact
         for fact in _with_exceptions(matched, raised, catalog.meanings["USER_EXCEPTION"])
-        if not _is_aside(fact)
+        if not _is_aside(fact) and not _is_over(fact, scene.recovered)
     ]
     return Found(
         scene, catalog, facts, raised, _span(facts, scene),
@@ -104,6 +105,20 @@ def _with_exceptions(facts: list[Fact], raised: list[Raised], own: Meaning) -> l
         if not near and not _NOISE.search(each.name) and not _of_peers(each):
             extra.append(Fact(own, line, frame=each.frame, message=_said(each)))
     return known + extra
+
+
+def _is_over(fact: Fact, recovered: list[Line]) -> bool:
+    """Whether an agent's watch said later that what it had told of is well again."""
+    line = fact.line
+    if line.source != "agent" or not line.text.startswith(("mount watch: ", "disk watch: ")):
+        return False
+    return any(
+        each.node == line.node
+        and (each.time or 0.0) >= (line.time or 0.0)
+        and each.text.partition(": ")[2].partition(" is well again")[0].partition(": there")[0]
+        in line.text
+        for each in recovered
+    )
 
 
 def _of_peers(raised: Raised) -> bool:

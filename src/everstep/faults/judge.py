@@ -42,6 +42,7 @@ from everstep.faults.waiting import (
     series_candidates,
     signal_candidates,
     stack_candidates,
+    told_candidates,
 )
 
 SAME_S = 2.0
@@ -65,8 +66,8 @@ def all_candidates(found: Found) -> list[Candidate]:
     made = [
         *node_candidates(found), *program_candidates(found), *stack_candidates(found),
         *external_ends(found), *collective_candidates(found), *peer_candidates(found),
-        *beat_candidates(found), *series_candidates(found), *noted_candidates(found),
-        *signal_candidates(found),
+        *beat_candidates(found), *told_candidates(found), *series_candidates(found),
+        *noted_candidates(found), *signal_candidates(found),
     ]  # fmt: skip
     settled = [_in_context(candidate, found) for candidate in made]
     return [candidate for candidate in settled if candidate.level > 0]

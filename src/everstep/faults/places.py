@@ -6,6 +6,7 @@ Called by: :mod:`everstep.faults.judge`.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from everstep.faults.candidates import DEGRADED, NODE, NOTICE, Candidate, Found
@@ -17,6 +18,10 @@ BEFORE_S, AFTER_S = 600.0, 300.0
 """How far from the failure a fact of a node still belongs to it."""
 
 
+_WORKER_KILLED = re.compile(
+    r"DataLoader worker \(pids?\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly"
+    r"|is killed by signal: Killed)"
+)
 _WIDE = frozenset(("job", "service", "switch", "node"))
 """Places that are no single rank's."""
 
@@ -79,6 +84,11 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
         killed = {end.rank for end in scene.ends.values()
                   if end.signal == KILL and end.rank not in scene.ours
                   and (end.node or scene.node_of(end.rank)) == node}  # fmt: skip
+        killed = killed or {
+            raised.line.rank for raised in found.raised
+            if raised.line.rank is not None and _WORKER_KILLED.search(raised.message)
+            and (raised.line.node or scene.node_of(raised.line.rank)) == node
+        }  # fmt: skip
         if killed:
             return frozenset(killed)
     if fact.place == "pod":

@@ -22,7 +22,7 @@ from everstep.faults.records import Incident
 
 MOST_RANKS = 1_000_000
 """A larger number that a line calls a rank is none."""
-FRESH_S = 60.0
+FRESH_S = 20.0
 """A heartbeat younger than this is a sign of life."""
 
 _DEVICE = re.compile(
@@ -169,6 +169,11 @@ class Scene:
     def dead(self) -> bool:
         """Whether any rank ended otherwise than with code 0 and than by us."""
         return any(end.code != 0 and end.rank not in self.ours for end in self.ends.values())
+
+    @cached_property
+    def recovered(self) -> list[Line]:
+        """What an agent's watches say of things that are well again."""
+        return [line for line in self.lines if line.source == "agent" and "again" in line.text]
 
     def repeats(self, *words: str) -> list[Line]:
         """Lines of the past that name any of the words."""

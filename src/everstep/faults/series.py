@@ -23,7 +23,8 @@ PLATEAU_STEPS = 100
 """A jump that has not come back for so many steps is no spike any more."""
 SLOW = 1.05
 """A rank whose computing takes this many times the median sets the pace."""
-SILENT_S = 60.0
+SILENT_S = 20.0
+"""A heartbeat older than this stands still: an agent acts on a hang after 30 s."""
 WAITS = 0.3
 """A rank that waits for this share of its computing waits for another one."""
 

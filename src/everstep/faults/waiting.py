@@ -27,6 +27,8 @@ from everstep.faults.series import odd_sum_in, silent_in, spike_in, straggler_in
 from everstep.faults.stacks import Stack, outliers
 
 _NAMES = ("NCCL_REMOTE_ERROR", "GLOO_CONN_CLOSED")
+_NO_STEP = re.compile(r"^no step (?:boundary )?for \d+ s\b")
+_TOLD = re.compile(r"\((rank \d.*)\)")
 _ABSENT = re.compile(
     r"(?i)\b(?:absent|missing|not joined|did not join|waiting for|no news of)[:,]? (?:agents? "
     r"|nodes? |of )*(?P<node>[\w.-]+)"
@@ -78,11 +80,14 @@ def collective_candidates(found: Found) -> list[Candidate]:
         made.append(found.made("NCCL_HEARTBEAT", level, beats, ranks=ranks, why=why))
     if not culprits and (silent := silent_in(scene.beats)) and timeouts:
         culprits, why = silent, "its heartbeat stands outside the collective"
-    if culprits and (timeouts or stuck.missing):
+    recorded = [line for line in scene.index.about("collective")
+                if line.source == "agent" and "light recorder" in line.text]  # fmt: skip
+    if culprits and (timeouts or stuck.missing or recorded):
         facts = timeouts or [
             found.fact("NCCL_WATCHDOG_TIMEOUT", line)
-            for line in scene.lines if "missing" in line.text.lower()
-        ]  # fmt: skip
+            for line in recorded or scene.lines
+            if recorded or "missing" in line.text.lower()
+        ]
         made.append(
             found.made("NCCL_WATCHDOG_TIMEOUT", WATCHDOG, facts, ranks=frozenset(culprits), why=why)
         )
@@ -140,6 +145,20 @@ def _barrier(found: Found, named: set[int]) -> list[Candidate]:
         found.made("GLOO_TIMEOUT", WATCHDOG, facts, ranks=frozenset(ranks),
                    why="a barrier or a connection names it")
     ]  # fmt: skip
+
+
+def told_candidates(found: Found) -> list[Candidate]:
+    """A hang that an agent tells of, with the ranks that it found apart from the others."""
+    lines = [line for line in found.scene.lines
+             if line.source == "agent" and _NO_STEP.search(line.text)]  # fmt: skip
+    ranks = frozenset(
+        int(rank) for line in lines
+        for told in _TOLD.findall(line.text) for rank in re.findall(r"\brank (\d+)", told)
+    )  # fmt: skip
+    if not ranks or len(ranks) * 2 > max(found.scene.world, 1):
+        return []
+    facts = [found.fact("HANG_APP", line) for line in lines]
+    return [found.made("HANG_APP", WATCHDOG - 1, facts, ranks=ranks, why="an agent found it apart")]
 
 
 def beat_candidates(found: Found) -> list[Candidate]:
