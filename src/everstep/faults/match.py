@@ -36,6 +36,12 @@ _DENIALS = (
     "0 ",
 )
 """Any denial has one of them."""
+_NOT_PLAIN = (*_DENIALS, "cause")
+_GUESS = re.compile(
+    r"(?i)\b(?:potential|possible|likely|common) (?:root )?causes?\b"
+    r"|\b(?:may|might|could|can) (?:also )?be caused by\b|\b(?:typically|usually|often) caused by\b"
+)
+"""What programs guess of the causes, from here to the end of the line."""
 _DENIED_WITHIN = re.compile(r"(?i)\b(?:no|without|zero)\s+(?:[\w-]+\s+){0,2}$")
 """A denial of the last word of what matched; for patterns that are no denials themselves."""
 _PAST = re.compile(
@@ -172,12 +178,15 @@ def _fact(pattern: Pattern, line: Line) -> Fact | None:
         return None
     if pattern.unless is not None and pattern.unless.search(line.text):
         return None
-    if not pattern.captures and not any(word in line.text for word in _DENIALS):
+    text = line.text
+    if not pattern.captures and not any(word in text for word in _NOT_PLAIN):
         return Fact(pattern.meaning, line)  # where in the line it stands is of no account
-    match = pattern.regex.search(line.text)
-    if match is None or _denied(line.text[max(0, match.start() - 40) : match.start()]):
+    match = pattern.regex.search(text)
+    if match is None or _denied(text[max(0, match.start() - 40) : match.start()]):
         return None
     if not pattern.negative and _DENIED_WITHIN.search(match[0].rpartition(" ")[0] + " "):
+        return None
+    if "cause" in text and (guess := _GUESS.search(text)) and guess.start() < match.start():
         return None
     groups = {name: value for name, value in match.groupdict().items() if value is not None}
     return Fact(pattern.meaning, line, groups)
