@@ -44,6 +44,14 @@ _QUIET = re.compile(
 )
 
 
+_NO_MATTER = re.compile(
+    r"(?i)\b(?:ignored|ignoring|handled|continuing|dropped|falling back|fall back|recovered)\b"
+    r"|\bskipp(?:ed|ing)\b|\(optional\)|^\s*(?:#|other jobs?\b)|\btests?/\S+::"
+    r"|^(?:\w+ )?(?:config(?:uration)?|arg(?:ument)?s)\s*[:=]\s*[{(]|\bNamespace\("
+)
+"""Without a traceback: what the program goes on after, comments, names of tests, options."""
+
+
 _PEER = re.compile(
     r"(?:DistBackendError|DistNetworkError|DistStoreError|DistError|Rendezvous\w+|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ConnectionRefusedError|EOFError)$"
@@ -135,7 +143,12 @@ def _is_aside(fact: Fact) -> bool:
     """Lines that only mention a fault of the program: a supervisor that found all well, a warning,
     a retry that may still succeed. What really ended it comes as an exception."""
     text = fact.line.text
-    if fact.kind != "program" or fact.message:
+    if fact.kind != "program":
+        return False
+    spoken = fact.line.source == "log" and not fact.frame
+    if spoken and not fact.survivable and fact.fault != "NAN_INF" and _NO_MATTER.search(text):
+        return True
+    if fact.message:
         return False
     if fact.line.source == "agent":
         return _WELL.search(text) is not None

@@ -15,6 +15,9 @@ from everstep.faults.exits import ABORT, BUS, CRASHES, TERM, End
 from everstep.faults.match import Fact
 from everstep.faults.scene import Scene
 
+WENT_ON = 3
+"""Steps that its output tells of after an error of a rank, from which on it went on."""
+
 
 def program_candidates(found: Found) -> list[Candidate]:
     """Ends of processes that are no trouble of communication: one candidate for each class."""
@@ -108,9 +111,12 @@ def _survived(fact: Fact, scene: Scene) -> bool:
     """Whether its rank went on: it ended well, or still beats after it."""
     rank = fact.rank
     if rank is None:
-        return bool(scene.ends) and not scene.dead and fact.survivable
+        went_on = not scene.ends and scene.steps_after(fact.line) >= WENT_ON
+        return went_on or (bool(scene.ends) and not scene.dead and fact.survivable)
     if rank in scene.ends:
         return scene.ends[rank].code == 0
+    if scene.steps_after(fact.line) >= WENT_ON:
+        return True
     time = fact.line.time
     return rank in scene.alive and any(
         time is None or beat.time is None or beat.time > time + beat.age

@@ -8,6 +8,7 @@ recurrence. Never does: I/O, judge. Called by: :mod:`everstep.faults.candidates`
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,6 +55,9 @@ _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
 _AGE = re.compile(r"\blast_beat_age_s=(?P<age>[\d.]+)")
 _BEAT_STEP = re.compile(r"\bstep=(?P<step>\d+)")
 _PHASE = re.compile(r"\bphase=(?P<phase>\S+)")
+_PROGRESS = re.compile(
+    r"(?i)\b(?:step|iter(?:ation)?|epoch|it)\b[^\n]{0,80}\bloss\b[^\n]{0,4}[\d.]"
+)
 _FINISHED = re.compile(
     r"(?i)\btraining (?:is )?(?:finished|complete[d]?|done)\b|\bfinal checkpoint (?:saved|written"
     r"|committed|complete)"
@@ -170,6 +174,19 @@ class Scene:
         """Whether any rank ended otherwise than with code 0 and than by us."""
         return any(end.code != 0 and end.rank not in self.ours for end in self.ends.values())
 
+    def steps_after(self, line: Line) -> int:
+        """How many lines of the same output tell of the loss of a step after that line."""
+        orders = self._losses.get((line.signal, line.rank), [])
+        return len(orders) - bisect_right(orders, line.order)
+
+    @cached_property
+    def _losses(self) -> dict[tuple[int, int | None], list[int]]:
+        orders: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+        for line in self.index.about("loss"):
+            if _PROGRESS.search(line.text):
+                orders[line.signal, line.rank].append(line.order)
+        return dict(orders)
+
     @cached_property
     def recovered(self) -> list[Line]:
         """What an agent's watches say of things that are well again."""
@@ -209,7 +226,8 @@ def scene_of(incident: Incident, catalog: Catalog) -> Scene:
 def _of_last_attempt(lines: list[Line], index: Index) -> list[Line]:
     """Without what a merged log tells of attempts before its last restart, where anything failed
     after it; empty where all counts."""
-    last = {line.signal: line.order for line in index.about("restart") if line.source == "log"}
+    marks = [line for line in index.about("restart") if line.source in ("log", "agent")]
+    last = {line.signal: line.order for line in marks}
     if not last:
         return []
 
