@@ -23,6 +23,8 @@ NARROWEST = 60
 WIDTHS = frozenset((80, 100, 120, 132, 140, 150, 160, 180, 200, 220, 240, 256))
 """Columns that terminals have; of another width one full line alone tells nothing."""
 
+SHORT = 200
+"""Characters of a field of a JSON object that is read besides what was said."""
 MARKED = 3
 """Lines from which on a common beginning is one that a collector put there."""
 
@@ -148,8 +150,12 @@ def _unpacked(line: str) -> str:
         record = msgspec.json.decode(line)
     except msgspec.DecodeError:
         return line
-    said = [record[key] for key in _SAID if isinstance(record.get(key), str)]
-    return "\n".join(part.rstrip("\n") for part in said) or line
+    said = [record[key].rstrip("\n") for key in _SAID if isinstance(record.get(key), str)]
+    if said and "log" not in record:
+        rest = [f"{key}: {value}" for key, value in record.items()
+                if key not in _SAID and isinstance(value, str) and len(value) < SHORT]  # fmt: skip
+        said += [", ".join(rest)] if rest else []
+    return "\n".join(said) or line
 
 
 def _bounded(line: str) -> str:
