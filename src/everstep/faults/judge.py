@@ -14,16 +14,15 @@ from dataclasses import replace
 import msgspec
 
 from everstep.faults.candidates import (
-    DEGRADED,
     NODE,
     NOTICE,
-    OUTLIER,
     PROGRAM,
     Candidate,
     Found,
 )
 from everstep.faults.catalog import Catalog
 from everstep.faults.class_rules import CLASS_RULES
+from everstep.faults.confidence import confidence
 from everstep.faults.facts import gathered
 from everstep.faults.peers import vote
 from everstep.faults.places import node_candidates
@@ -49,7 +48,6 @@ SAME_S = 2.0
 """Times of two nodes that lie nearer than this have no order."""
 SHOWN = 12
 """Lines of evidence in a verdict."""
-_CONFIDENCE = {NODE: 0.95, PROGRAM: 0.9, OUTLIER: 0.8, DEGRADED: 0.75}
 
 
 def judge(incident: Incident, catalog: Catalog) -> Verdict:
@@ -263,7 +261,7 @@ def _verdict(
         root_node=chosen.node,
         root_domain=_root_domain(chosen),
         victim_ranks=victims(found, chosen),
-        confidence=_CONFIDENCE.get(chosen.level, 0.6),
+        confidence=confidence(chosen),
         evidence=_evidence(chosen, "root"),
         discarded=_discarded(candidates, chosen),
         advice=found.catalog.known[chosen.fault].advice,
