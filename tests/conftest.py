@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))  # train_jobs: jobs of warm processes
+sys.path.append(str(Path(__file__).parent / "faults"))  # told: histories in short words
 
 _INHERITED = ("EVERSTEP_", "PET_", "TORCHELASTIC_", "MASTER_")
 _RANKS = frozenset(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
@@ -33,7 +34,7 @@ def job_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         **kept,
         "EVERSTEP_EVENTS": str(tmp_path / "events.jsonl"),
         "EVERSTEP_STATE_DIR": str(tmp_path / "state"),
-        "EVERSTEP_VERDICT_DEADLINE": "0.3",  # nothing comes late here, and each stop would wait for it
+        "EVERSTEP_VERDICT_DEADLINE": "0.3",  # nothing comes late here
         "OMP_NUM_THREADS": "1",
     }
     _end_keepers_in(tmp_path)

@@ -4,8 +4,8 @@ Owns: the classes, their stable codes (``EVS-nnn``) and what a handler may do wi
 (``retryable``, ``blame``). Never does: I/O, formatting for a terminal. Called by: every room.
 
 Numbering: 1xx the caller's arguments or objects, 2xx the store, 3xx snapshots and the keeper,
-4xx restore, 5xx the agent, 6xx the drill, 7xx the benchmarks, 8xx the judgement of faults. A code
-is never reused for another meaning.
+4xx restore, 5xx the agent, 6xx the drill, 7xx the benchmarks, 8xx the judgement of faults, 9xx what
+training computes. A code is never reused for another meaning.
 """
 
 from __future__ import annotations
@@ -217,6 +217,13 @@ class RepeatedFailure(AgentError):
     blame: ClassVar[Blame] = "user"
 
 
+class RendezvousLost(AgentError):
+    """The agents of the job do not hear of each other any more."""
+
+    code: ClassVar[str] = "EVS-505"
+    retryable: ClassVar[bool] = True
+
+
 class AttemptLived(AgentError):
     """The attempt's number belongs to one that was lived through already, in memory."""
 
@@ -246,3 +253,36 @@ class BadIncident(UsageError):
     """A file of incidents cannot be read; file and line are named."""
 
     code: ClassVar[str] = "EVS-801"
+
+
+class NonFinite(EverstepError):
+    """A logged figure or a parameter is no finite number: the step is not kept.
+
+    ``rank``, ``step``, ``figure`` and ``value`` say whose, when, which and what. Whether program,
+    data or device is to blame nobody knows yet: an exact replay of the step tells.
+    """
+
+    code: ClassVar[str] = "EVS-900"
+    retryable: ClassVar[bool] = True
+    blame: ClassVar[Blame] = "none"
+
+    rank: int = 0
+    step: int = 0
+    figure: str = ""
+    value: float = float("nan")
+
+    @classmethod
+    def at(cls, *, rank: int, step: int, figure: str, value: float) -> NonFinite:
+        """The error of one rank's figure at a step."""
+        made = cls(
+            f"rank {rank}: non-finite value at step {step}: {figure} is {value}. The step is not "
+            "kept.",
+            hint="A restart goes on from a state before it. To be told of such values and go on, "
+            "set EVERSTEP_NONFINITE to warn.",
+        )
+        made.rank, made.step, made.figure, made.value = rank, step, figure, value
+        return made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        about = {name: getattr(self, name) for name in ("rank", "step", "figure", "value")}
+        return _rebuild, (type(self), self.what, self.hint), about

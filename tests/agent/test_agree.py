@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from everstep.agent import agree
 from everstep.agent.rendezvous import NodeEnd, Round, Verdict, poll
-from everstep.errors import AgentError
+from everstep.errors import RendezvousLost
 
 BEAT = 0.001
 DONE = NodeEnd(workers=((0, 0, False),))
@@ -78,7 +78,7 @@ def test_nodes_that_live_are_heard_after_another_was_lost() -> None:
 
 def test_leader_that_shows_no_life_is_not_waited_for() -> None:
     _, other = _round_of(2)
-    with pytest.raises(AgentError, match="no life"):
+    with pytest.raises(RendezvousLost, match="no life"):
         agree.hear_verdict(other, clock=_clock(), beat=BEAT)
 
 

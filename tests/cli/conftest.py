@@ -19,8 +19,9 @@ Cli = Callable[..., Result]
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
     """``cli("ls", store)``: the command's result; nothing of this process's settings counts."""
+    monkeypatch.setenv("EVERSTEP_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv("EVERSTEP_STORE", raising=False)
     monkeypatch.delenv("EVERSTEP_JOB", raising=False)
     return lambda *arguments: CliRunner().invoke(main, [str(each) for each in arguments])

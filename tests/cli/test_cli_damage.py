@@ -24,8 +24,8 @@ def flip(path: Path) -> None:
 
 
 def newer(data: bytes) -> bytes:
-    """The same record as version 2 of its kind."""
-    head = data[:12] + (2).to_bytes(4, "little") + data[16:24]
+    """The same record as version 3 of its kind."""
+    head = data[:12] + (3).to_bytes(4, "little") + data[16:24]
     return head + digest(head + data[40:]) + data[40:]
 
 

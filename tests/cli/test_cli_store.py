@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from everstep.core.health import Health
 from everstep.core.ids import Point
 from everstep.core.layout import RankState
 from everstep.drill.damage import flip_newest
@@ -50,7 +51,26 @@ def test_an_incomplete_step_is_listed_as_such(cli_json: Any, toy_store: Path) ->
     assert listing["jobs"][0]["checkpoints"][0] | {"age_s": 0, "bytes": 0} == {
         "step": 30, "attempt": 2, "state": "incomplete", "age_s": 0, "bytes": 0, "world": 2,
         "on_lineage": True, "loads": False, "error": "", "undecided": False,
+        "health": "",
     }  # fmt: skip
+
+
+def test_ls_and_show_tell_the_health_of_a_checkpoint(
+    cli: Any, cli_json: Any, toy_store: Path
+) -> None:
+    job = open_store(str(toy_store)).job("toy")
+    for step, figures in ((30, "finite"), (31, "bad")):
+        for part in world_of(step, 2, 2, health=Health(figures, "part", "agreed")):
+            job.write_rank(part, facts={}, unique=f"u{step}")
+        assert job.try_commit(Point(step, 2), 2) == "committed"
+    _, listing = cli_json("ls", toy_store, "--job", "toy")
+    assert [(c["step"], c["health"]) for c in listing["jobs"][0]["checkpoints"][:3]] == [
+        (31, "unsound"), (30, "sound"), (20, ""),
+    ]  # fmt: skip
+    _, shown = cli_json("show", toy_store, "--at", "30")
+    assert shown["health"] == {"figures": "finite", "parameters": "part", "replicas": "agreed"}
+    assert "health: figures finite" in cli("show", toy_store, "--at", "30").stdout
+    assert "health: not known" in cli("show", toy_store, "--at", "20").stdout
 
 
 def test_a_store_or_job_that_is_not_there_is_an_error(

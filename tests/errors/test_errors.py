@@ -93,9 +93,9 @@ def test_a_checkpoint_whose_manifest_is_of_a_newer_format(
     jobs.run(bodies.short)
     end_keepers()
     newest = max(jobs.folder.glob("everstep-store/jobs/job/steps/*/manifest"))
-    newest.write_bytes(_of_version(newest.read_bytes(), 2))
+    newest.write_bytes(_of_version(newest.read_bytes(), 3))
     said = refused_by_agent(jobs, "short")
-    assert "has version 2 of its format" in said
+    assert "has version 3 of its format" in said
     refused = jobs.events("restore.refused")[-1]
     began = jobs.events("attempt.started")[-1]
     assert refused.facts["code"] == "EVS-207"

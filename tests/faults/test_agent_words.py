@@ -97,7 +97,6 @@ def test_a_standing_word_does_not_take_the_place_of_an_error_of_the_program(text
         "log of rank 3: 512 KiB came faster than they could be searched and are forgotten; its end is kept",
         "the output of rank 3 cannot be read: the pipe is closed",
         "blind for hangs: no control page of this attempt is held",
-        "disk watch: the store at /ckpt: 9.0G of 1.0T free: space is low",
         "mount watch: the store is well again",
     ],
 )
@@ -170,3 +169,8 @@ def test_f2_our_own_signals_blame_nobody() -> None:
     ]
     verdict = judged(*ends)
     assert (verdict.fault, verdict.root_ranks, verdict.root_node) == (UNKNOWN, (), None)
+
+
+def test_little_room_is_noted() -> None:
+    verdict = judged(said("disk watch: the store at /ckpt: 9.0G of 1.0T free: space is low"))
+    assert (verdict.fault, verdict.action, verdict.root_ranks) == ("DISK_FULL", "continue", ())

@@ -304,7 +304,7 @@ def test_a_missing_part_is_damage_and_the_previous_checkpoint_loads(suffix: str)
 
 def newer(data: bytes) -> bytes:
     """The same record as a later version would frame it: sound, but not for us."""
-    head = data[:12] + (2).to_bytes(4, "little") + data[16:24]
+    head = data[:12] + (3).to_bytes(4, "little") + data[16:24]
     return head + digest(head + data[40:]) + data[40:]
 
 
@@ -314,9 +314,9 @@ def test_a_record_of_a_newer_format_is_named_as_such(name: str) -> None:
     memory.objects[STEP + name] = newer(memory.objects[STEP + name])
     if name != "manifest":
         _remake_manifest(memory)
-    with pytest.raises(NewerFormat, match=r"version 2.*Upgrade"):
+    with pytest.raises(NewerFormat, match=r"version 3.*Upgrade"):
         job_on(memory).open_checkpoint(POINT)
-    _is_not_verified_and_not_damaged(job_on(memory), "version 2")
+    _is_not_verified_and_not_damaged(job_on(memory), "version 3")
 
 
 def _is_not_verified_and_not_damaged(job: Job, why: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from everstep.core.health import Health
 from everstep.core.ids import Point
 from everstep.core.layout import Box
 from everstep.errors import (
@@ -93,6 +94,39 @@ def test_s5_a_commit_waits_for_all_ranks_and_anyone_may_finish_it(job: Job) -> N
     job.write_rank(parts[1], facts={}, unique="u")
     assert job.try_commit(Point(5, 1), 3) == "committed"
     assert job.candidates() == [Point(5, 1)]
+    assert loads_as(job.open_checkpoint(Point(5, 1)), 5)
+
+
+def test_s1_health_goes_with_the_indexes_into_the_manifest(job: Job, clock: ManualClock) -> None:
+    begin(job)
+    parts = world_of(5, 1, 2, health=Health("finite", "all", "agreed"))
+    other = snapshot(5, 1, 1, 2, health=Health("none", "part", "agreed"))
+    for part in (parts[0], other):
+        job.write_rank(part, facts={}, unique="u")
+    assert job.try_commit(Point(5, 1), 2) == "committed"
+    together = Health("finite", "part", "agreed")
+    assert job.open_checkpoint(Point(5, 1)).manifest.health == together
+    assert [i.health for i in job.checkpoints()] == [together]
+    clock.now += 20
+    old = clock.now
+    save(job, 6)  # without a word of its health
+    assert job.recovery_points(now=old) == (
+        (Point(5, 1), "store", True),
+        (Point(6, 1), "store", False),
+    )
+    assert not any(p.healthy for p in job.recovery_points(now=old, detection_delay=21.0))
+
+
+def test_records_without_health_are_those_of_the_first_version(
+    job: Job, memory: MemoryBackend
+) -> None:
+    """A store of before loads, and what is written without it loads there."""
+    begin(job)
+    save(job, 5)
+    for key, data in memory.objects.items():
+        if key.endswith(("manifest", ".index")):
+            assert data[12:16] == (1).to_bytes(4, "little")
+            assert "health" not in msgspec.msgpack.decode(data[40:])
     assert loads_as(job.open_checkpoint(Point(5, 1)), 5)
 
 

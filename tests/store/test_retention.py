@@ -6,10 +6,18 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.core.health import Health, together
 from everstep.core.ids import Point
-from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan, plan
+from everstep.store.retention import (
+    CheckpointInfo,
+    Retention,
+    RetentionPlan,
+    plan,
+    recoverable,
+)
 
 NOW = 10_000.0
+SOUND = Health("finite", "all", "agreed")
 
 infos = st.lists(
     st.builds(
@@ -20,6 +28,8 @@ infos = st.lists(
         verified=st.sampled_from([None, "structure", "bytes", "damaged"]),
         on_lineage=st.booleans(),
         error=st.sampled_from(["", "", "broken"]),
+        committed_at=st.sampled_from([None, NOW - 5000, NOW - 20, NOW - 1]),
+        health=st.sampled_from([None, SOUND, SOUND, Health("bad", "all", "agreed")]),
     ),
     unique_by=lambda info: info.point,
     max_size=12,
@@ -49,6 +59,47 @@ def test_s7_the_last_verified_stays(found: list[CheckpointInfo], policy: Retenti
     proved = [i for i in proved if i.on_lineage] or proved
     if proved:
         assert max(i.point for i in proved) not in removed(found, policy)
+
+
+@given(infos, policies)
+def test_s7_the_last_healthy_stays(found: list[CheckpointInfo], policy: Retention) -> None:
+    healthy = [
+        i
+        for i in found
+        if i.sound and i.health == SOUND and i.committed_at is not None
+        and NOW - i.committed_at >= policy.detection_delay
+    ]  # fmt: skip
+    healthy = [i for i in healthy if i.on_lineage] or healthy
+    if healthy:
+        assert max(i.point for i in healthy) not in removed(found, policy)
+
+
+def test_s7_the_last_healthy_stays_behind_any_number_of_unsound_ones() -> None:
+    """A job whose script only warns of values that are no numbers."""
+    bad = Health("bad", "bad", "agreed")
+    found = [committed(s, health=bad, committed_at=NOW - 5000) for s in (3, 4, 5, 6)]
+    found += [committed(s, health=SOUND, committed_at=NOW - 5000) for s in (1, 2)]
+    assert removed(found, Retention(keep_last=2)) == {Point(s, 1) for s in (1, 3, 4)}
+
+
+@given(infos)
+def test_what_the_job_can_go_back_to(found: list[CheckpointInfo]) -> None:
+    known = {i.point: i for i in found}
+    offered = recoverable(found, now=NOW, delay=10.0)
+    assert [r.point for r in offered] == sorted(i.point for i in found if i.sound and i.on_lineage)
+    for one in offered:
+        info = known[one.point]
+        old = info.committed_at is not None and NOW - info.committed_at >= 10.0
+        assert one == (info.point, "store", old and info.health == SOUND)
+
+
+def test_the_health_of_all_ranks_is_the_worst_of_each_fact() -> None:
+    """One rank that logs is enough; of one that says nothing nothing is known."""
+    quiet = Health("none", "part", "agreed")
+    assert together([SOUND, quiet]) == Health("finite", "part", "agreed")
+    assert together([SOUND, Health("bad", "none", "differ")]) == Health("bad", "none", "differ")
+    assert together([SOUND, None]) is None
+    assert together([]) is None
 
 
 @given(infos, policies)

@@ -58,6 +58,8 @@ WRONG: list[tuple[str, object, str]] = [
     ("inexact_data", None, "'replay' or 'skip'"),
     ("deterministic_dataset", 1, "True or False"),
     ("deterministic_dataset", "no", "True or False"),
+    ("nonfinite", "raise", "'stop', 'warn' or 'off'"),
+    ("watched", "loss", "a tuple of names"),
 ]
 
 

@@ -29,6 +29,7 @@ from everstep.keeper.wire import CutDone, Elected, SlotName
 from everstep.train import session as session_room
 from everstep.train.boundary import Boundary, Preempted
 from everstep.train.cut import Cutter
+from everstep.train.finite import Finite
 from everstep.train.options import Options
 from everstep.train.place import Place
 from everstep.train.restore import Restorer
@@ -305,7 +306,8 @@ def test_a_difference_shows_and_a_demoted_tensor_is_stored_by_each(two: list[Ran
 
 
 def boundary_of(rank: Rank, **settings: Any) -> Boundary:
-    made = Boundary(rank.session, rank.keeper, Settings(**settings), ONE)
+    finite = Finite(rank.session.attached, rank.session.since, ONE, rank.keeper.say)
+    made = Boundary(rank.session, rank.keeper, Settings(**settings), ONE, finite)
     made.start(0, durable=False)
     return made
 

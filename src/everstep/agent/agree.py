@@ -16,7 +16,7 @@ from everstep.agent.decide import AttemptEnd, Decision
 from everstep.agent.line import SILENT_SECONDS, StoreSilent
 from everstep.agent.rendezvous import LEADER_SECONDS, NodeEnd, Round, Verdict, poll
 from everstep.core import exits
-from everstep.errors import AgentError
+from everstep.errors import RendezvousLost
 
 ENDS_SECONDS = 20.0
 """For the agents of all nodes to say how their workers ended, once one has failed."""
@@ -85,24 +85,23 @@ def hear_verdict(
 ) -> tuple[Decision, bool]:
     """Every other node: the leader's decision, and whether the same nodes go on.
 
-    Raises :class:`AgentError` where it does not come once a failure is known, or the leader shows
-    no life for ``SILENT_SECONDS``.
+    Raises :class:`RendezvousLost` where it does not come once a failure is known, or the leader
+    shows no life for ``SILENT_SECONDS``.
     """
     silence = Silence(round_, clock)
     while not round_.failed() and round_.decision() is None:
         poll(lambda: round_.failed() or round_.decision() is not None, beat)
         if 0 in silence.nodes() and round_.decision() is None:
-            raise AgentError(
+            raise RendezvousLost(
                 f"the agent of the leader (node 0) has shown no life for {SILENT_SECONDS:g} s.",
-                hint="It died or hangs; start the job again on all nodes, it goes on from the "
-                "newest state.",
+                hint="It died or hangs: start it again on that node, or another one in its place.",
             )
     poll(lambda: round_.decision() is not None, LEADER_SECONDS)
     verdict = round_.decision()
     if verdict is None:
-        raise AgentError(
+        raise RendezvousLost(
             "the leader of the job (node 0) did not say what comes next.",
-            hint="Its agent hangs; start the job again on all nodes.",
+            hint="Its agent hangs: end it, and start it again.",
         )
     if verdict.exit_code is not None:
         stop = Decision("stop", verdict.exit_code, verdict.reason, verdict.warning)

@@ -17,12 +17,23 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
+import msgspec
+
 from everstep.agent.record import Recorder
 from everstep.core.clock import Clock
 from everstep.core.history import Entry
 from everstep.core.settings import Settings
 from everstep.errors import EverstepError, StoreError
-from everstep.faults.history import AttemptFacts, Record, Stamp, encode, pack, unpack
+from everstep.faults.history import (
+    AttemptFacts,
+    Record,
+    ResultRecord,
+    Stamp,
+    encode,
+    next_sequence,
+    pack,
+    unpack,
+)
 from everstep.keeper.spawn import log_path
 from everstep.store import Job, Listing, OwnerIdentity, open_store
 
@@ -72,13 +83,11 @@ class Chronicle:
         """All that is known of the job's past. Where the store is away it is what was read last,
         and what this agent has recorded since; :attr:`offline` says so."""
         self._ask("read", self._read)
-        entries = self._listing.entries if self._listing else ()
-        found = unpack(entries)
+        found = unpack(self._entries())
         for problem in (*found.problems, *(self._listing.problems if self._listing else ())):
             self._warn("history.unreadable", f"a record of the job's history is passed over: "
                        f"{problem}")  # fmt: skip
-        known = {encode(record) for record in found.records}
-        return (*found.records, *(own for key, own in self._own.items() if key not in known))
+        return self._known(found.records)
 
     def last_attempt(self) -> AttemptFacts | None:
         """What the store knows of the newest attempt that was claimed: what it restored, and the
@@ -98,8 +107,11 @@ class Chronicle:
         if entries and not self._ask("write", partial(self._write, entries)):
             self._write_aside(entries)
 
-    def note(self, record: Record) -> None:
-        """Record what nothing waits for: how an incident ended. In the background."""
+    def note(self, record: ResultRecord) -> None:
+        """Record what nothing waits for: how an incident ended. In the background, and behind all
+        that is known of its attempt: readers go by that order, not by clocks."""
+        place = next_sequence(self._known(unpack(self._entries()).records), record.attempt)
+        record = msgspec.structs.replace(record, sequence=place)
         entry = pack(record)
         self._own[entry.body] = record
         self._asking.submit(partial(self._write_or_keep, [entry]))
@@ -111,6 +123,14 @@ class Chronicle:
         else:
             self._asking.ask(lambda: None, self._patience)  # what was noted is written
         self._asking.close()
+
+    def _entries(self) -> tuple[Entry, ...]:
+        return self._listing.entries if self._listing else ()
+
+    def _known(self, read: tuple[Record, ...]) -> tuple[Record, ...]:
+        """What was read, and what this agent has recorded besides."""
+        known = {encode(record) for record in read}
+        return (*read, *(own for key, own in self._own.items() if key not in known))
 
     # -- in the thread that asks
 

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from everstep.core.settings import Settings
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.address import connect, keeper_name, peer_of, try_connect
@@ -41,6 +43,7 @@ from everstep.keeper.wire import (
     Message,
     Preempt,
     Refused,
+    Release,
     Report,
     SlotName,
     SlotsHeld,
@@ -160,6 +163,11 @@ class NodeKeeper:
         self._workers = None
         self._say(WorkersEnded(attempt))
 
+    def release(self) -> None:
+        """The verdict is there: the first batch of the attempt waits no more (``hold``)."""
+        if self._begun is not None:
+            self._say(Release(self._begun.attempt))
+
     def preempt(self, grace: float) -> None:
         """All ranks are to stop at one step within ``grace`` s."""
         self._stop_by = time.monotonic() + grace
@@ -241,7 +249,9 @@ class NodeKeeper:
 
     def _begin_again(self) -> None:
         if self._begun is not None:
-            self._ask(self._begun, AttemptBegun, RECOVER_SECONDS)
+            # A keeper that dies has released the workers: the next one holds nobody.
+            released = msgspec.structs.replace(self._begun, hold=0.0)
+            self._ask(released, AttemptBegun, RECOVER_SECONDS)
         if self._workers is not None and self._link is not None:
             self._link.send(self._workers)
         if self._stop_by < math.inf and self._link is not None:

@@ -21,9 +21,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from everstep.errors import AgentError
+from everstep.errors import RendezvousLost
 
-SILENT_SECONDS = 60.0
+SILENT_SECONDS = 12.0
 """Without an answer of the store, or a sign of life of an agent, until it counts as lost."""
 TURN_SECONDS = 1.0
 """Every answer is waited for this long: where this agent itself was stopped, one has come already
@@ -34,7 +34,7 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 
 
-class StoreSilent(AgentError):
+class StoreSilent(RendezvousLost):
     """The rendezvous' store does not answer: the agent that holds it hangs, or its host does."""
 
 
@@ -118,8 +118,8 @@ class Line:
         return StoreSilent(
             f"the rendezvous' store at {self._where}, which the leader's agent holds, has not "
             f"answered for {seconds:.0f} s.",
-            hint="That agent hangs, or its host does. End it, and start the job again on all "
-            "nodes; it goes on from the newest state.",
+            hint="That agent hangs, or its host does: end it, and start it again on that node, or "
+            "another one in its place; the others go on with it.",
         )
 
     def _serve(self) -> None:

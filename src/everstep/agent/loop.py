@@ -24,10 +24,13 @@ import torch
 from everstep.agent import agree, report, torch_events, workers
 from everstep.agent.chronicle import Chronicle
 from everstep.agent.decide import AttemptEnd, Decision, last_word
+from everstep.agent.evidence import Evidence
 from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
+from everstep.agent.notify import Notifier
+from everstep.agent.output import Output
 from everstep.agent.owner import Owner
 from everstep.agent.policy import catalog_of, policy_of
 from everstep.agent.proof import Proofs
@@ -39,8 +42,10 @@ from everstep.agent.rendezvous import (
     Meeting,
     NodeEnd,
     NodeEntry,
+    NotNeeded,
     Plan,
     Round,
+    found_again,
 )
 from everstep.agent.respond import Responder, newer
 from everstep.agent.signals import Interrupted, Signals
@@ -59,6 +64,7 @@ from everstep.errors import (
     JobOwned,
     KeeperError,
     NoRecoveryPoint,
+    RendezvousLost,
     RestoreError,
     StoreError,
 )
@@ -67,12 +73,18 @@ from everstep.faults.records import Signal
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
 
+MEET_SECONDS = 0.2
+"""Between two tries to find the rendezvous again."""
+SHOW_SECONDS = 5.0
+"""At the end of a job that did not finish: for a slow console to take what workers printed."""
+STOPPED_SECONDS = 0.5
+"""Without a byte taken: then the console is one that nobody reads."""
+
 
 class Agent:
     """One call of ``everstep run`` on one node."""
 
     def __init__(self, launch: Launch, signals: Signals, record: Recorder) -> None:
-        settings = launch.settings
         settings = launch.settings
         self._launch = launch
         self._signals = signals
@@ -81,14 +93,18 @@ class Agent:
         self._expected = self._reached = False
         self._took_part = False
         self._same_nodes = False
-        self._began = 0.0
+        self._began = self._incident_began = self._incident_failed = 0.0
         self._failed = math.inf
+        self._name = ""
+        self._considered: set[str] = set()
         self._committed = -1
         self._next: DecisionRecord | None = None
         self._late: Decision | None = None
         self._proofs = Proofs()
         self._learnt = Learnt(record, self._proofs, self._proved)
         self._failures: list[report.Failure] = []
+        catalog = catalog_of(settings)
+        self._output = Output(catalog)
         self._index, self._number_lock = self._own_number()
         several = launch.config.max_nodes > 1
         self._keeper = NodeKeeper(
@@ -98,13 +114,15 @@ class Agent:
         self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
         self._meeting = Meeting(launch.config)
+        self._evidence = Evidence(settings, catalog.result)
+        self._notifier = Notifier(settings.notify, settings.job, settings.store, record)
         self._chronicle = Chronicle(
             settings, self._owner.identity, lambda: self._owner.job, record, SystemClock()
         )
         self._responder = Responder(
             self._chronicle, record, policy_of(launch), agent=self._owner.id,
-            patience=settings.verdict_deadline, catalog=catalog_of(settings),
-            points=lambda: (), draw=random.random,
+            patience=settings.verdict_deadline, catalog=catalog.result,
+            points=lambda: (), draw=random.random, mode=settings.on_fault, tell=self._notifier.tell,
         )  # fmt: skip
 
     def run(self) -> int:
@@ -112,7 +130,10 @@ class Agent:
         be run at all."""
         try:
             while True:
-                decision = self._attempt()
+                try:
+                    decision = self._attempt()
+                except RendezvousLost as lost:
+                    decision = self._meet_anew(lost)
                 if decision.action == "restart":
                     self._next = decision.record
                     decision = self._rest(decision)
@@ -120,6 +141,29 @@ class Agent:
                     return self._stop(decision)
         finally:
             self._close()
+
+    def _meet_anew(self, lost: RendezvousLost) -> Decision:
+        """The agent that held the rendezvous is gone: wait for one in its place, with what the
+        keeper holds. Raises ``lost`` where this agent has no part in the job yet, or none comes."""
+        if self._meeting.alone or not self._took_part:
+            raise lost
+        self._record.say(
+            "rendezvous.lost", f"{lost.what} Waiting for it to come back.", level="warning"
+        )
+        self._owner.release()
+        self._meeting.close()
+        self._same_nodes, deadline = False, time.monotonic() + self._meeting.patience
+        looking = found_again(self._launch.config)
+        while True:
+            if select.select([self._signals], [], [], MEET_SECONDS)[0]:
+                return self._interrupted()
+            if looking.done() and looking.exception() is None:
+                self._meeting = looking.result()
+                return Decision("restart", 0, "the rendezvous is back")
+            if time.monotonic() >= deadline:
+                raise lost
+            if looking.done():
+                looking = found_again(self._launch.config)
 
     def _rest(self, decision: Decision) -> Decision:
         """Wait before the next attempt, where that was decided; a signal ends it."""
@@ -141,6 +185,8 @@ class Agent:
                 prepared = self._prepare()
         except Interrupted:
             return self._interrupted()
+        except NotNeeded:
+            return Decision("stop", exits.FINISHED, "the job ended before it needed this node")
         if isinstance(prepared, Decision):
             return prepared
         round_, plan = prepared
@@ -168,7 +214,15 @@ class Agent:
         group.close()
         self._failures = group.failures
         self._keeper.workers_ended(plan.attempt)
-        return end
+        return self._with_evidence(end, group, round_.nodes)
+
+    def _with_evidence(self, end: NodeEnd, group: Workers, nodes: int) -> NodeEnd:
+        if not self._failures:
+            return end
+        self._evidence.look()
+        said = (*end.signals, *group.evidence(0.0))
+        seen = self._evidence.of(said, self._began, self._failed, nodes=nodes)
+        return msgspec.structs.replace(end, signals=seen)
 
     def _prepare(self) -> tuple[Round, Plan] | Decision:
         """Everything up to the start of the workers: ask the history, meet, claim (S6), begin at
@@ -196,10 +250,11 @@ class Agent:
     def _decided(self, names: tuple[str, ...]) -> Decision:
         """What was decided of the attempt that comes, by this agent or by one before it."""
         if self._next is None:
+            self._considered = set(names)
             self._owner.take(patience=self._patience)
             last = self._chronicle.last_attempt()
             self._committed = last.committed if last is not None else -1
-            ready = self._responder.begin(names, last)
+            ready = self._responder.begin(names, last, spares=self._meeting.spares())
             self._next = ready.record
             return ready
         return Decision("restart", 0, self._next.reason, record=self._next)
@@ -271,13 +326,11 @@ class Agent:
         return None
 
     def _left_out(self, names: tuple[str, ...], decided: DecisionRecord) -> tuple[int, ...]:
-        """The nodes of this round that the attempt is to do without, if others wait for their
-        place; the leader's own node is the last to go."""
-        wanted = set(decided.rung.nodes)
-        out = [node for node, name in enumerate(names) if name not in wanted]
-        if not wanted & set(names) or not out or self._meeting.waiting() < len(out):
-            return ()
-        return tuple(out)
+        """The nodes of this round that were decided against, if as many others wait for their
+        place; one that has come since is as good as any."""
+        against = self._considered - set(decided.rung.nodes)
+        out = tuple(node for node, name in enumerate(names) if name in against)
+        return out if out and self._meeting.spares() >= len(out) else ()
 
     def _begin_at(self, round_: Round, attempt: int) -> tuple[Plan, int]:
         """The plan of ``attempt``, or of the next one that can be had, begun at this node's
@@ -371,6 +424,7 @@ class Agent:
             token=plan.token,
             policy=Policy(settings.snapshot_every, settings.checkpoint_every),
             keep_last=settings.keep_last,
+            detection_delay=settings.detection_delay,
             agent=plan.claimant,
             claimed=self._owner.claimed,
             environment=_environment(),
@@ -380,7 +434,8 @@ class Agent:
         points.reach("agent.workers.before_start")
         group = workers.start(
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
-            place, self._worker_settings(round_, plan),
+            place, self._worker_settings(round_, plan), self._output,
+            plan.names()[round_.node],
         )  # fmt: skip
         self._proofs.started(time.monotonic())
         self._keeper.workers_started(group.pids)
@@ -421,15 +476,15 @@ class Agent:
                         decision = Decision("stop", exits.LEFT_OUT, decision.reason)
                 else:
                     decision, self._same_nodes = agree.hear_verdict(round_)
-                if decision.action == "stop":
+                if decision.action == "stop" and decision.exit_code != exits.LEFT_OUT:
                     agree.part(round_)
                 return decision
         except Interrupted:
             return self._interrupted()
         except RuntimeError as gone:  # torch's store: its host, the leader's agent, is dead
-            raise AgentError(
+            raise RendezvousLost(
                 f"the leader of the job (node 0) cannot be reached: {gone}.",
-                hint="Start the job again on all nodes; it goes on from the newest state.",
+                hint="Start its agent again, or another one in its place.",
             ) from gone
 
     def _decide(self, plan: Plan, ends: dict[int, NodeEnd]) -> Decision:
@@ -442,8 +497,11 @@ class Agent:
         if late is not None:
             decision = late
         else:
-            case = Case(plan, ends, end, self._began, self._failed, self._meeting.waiting())
+            case = Case(plan, ends, end, self._began, self._failed, self._meeting.spares())
             ended = time.monotonic()
+            self._considered = set(plan.names())
+            self._incident_began, self._incident_failed = self._began, self._failed
+            self._name = plan.names()[0]
             decision = self._responder.answer(case, self._more)
             self._try_to_prove(decision, ended)
         if decision.action == "restart" and not end.members_changed:
@@ -463,7 +521,9 @@ class Agent:
         self._conclude(results)
 
     def _conclude(self, results: list[ResultRecord]) -> None:
-        for result in results:
+        for found in results:
+            # It is told in the attempt that proves it: what is recorded of that one came before.
+            result = msgspec.structs.replace(found, attempt=self._record.attempt)
             self._chronicle.note(result)
             how = "is over: a step past it is committed" if result.success else "was not got over"
             self._record.say(
@@ -480,7 +540,7 @@ class Agent:
     def _more(self, seconds: float) -> tuple[Signal, ...]:
         """What else is learnt of an incident within ``seconds``."""
         select.select([self._signals], [], [], seconds)
-        return ()
+        return self._evidence.late(self._incident_began, self._incident_failed, self._name)
 
     def _interrupted(self) -> Decision:
         number = next(iter(self._signals.take()), signal.SIGTERM)
@@ -498,6 +558,7 @@ class Agent:
         )  # fmt: skip
 
     def _stop(self, decision: Decision) -> int:
+        self._show_output(decision)
         if decision.warning:
             self._record.say("job.warning", decision.warning, level="warning")
         wanted = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
@@ -518,10 +579,34 @@ class Agent:
             self._conclude(self._proofs.give_up(self._chronicle.stamp()))
         self._keeper.leave()
         self._owner.release()
-        self._meeting.leave(for_good=decision.exit_code != exits.PREEMPTED)
+        self._meeting.leave(
+            for_good=decision.exit_code not in (exits.PREEMPTED, exits.LEFT_OUT) and self._took_part
+        )
         return decision.exit_code
 
+    def _show_output(self, decision: Decision) -> None:
+        """What workers printed comes before what is said of it. A job that ended by itself waits
+        for its console, as its workers did before there was an agent between; a signal ends it."""
+        began, waits = time.monotonic(), decision.exit_code == exits.FINISHED
+        try:
+            with self._signals.interruptible():
+                while not self._output.flush(STOPPED_SECONDS):
+                    now = time.monotonic()
+                    moves = now - self._output.moved < STOPPED_SECONDS
+                    if not waits and (now - began > SHOW_SECONDS or not moves):
+                        break
+        except Interrupted:
+            self._signals.take()
+        if self._output.lost:
+            self._record.say(
+                "output.lost", f"not all that workers printed could be shown: {self._output.lost}",
+                level="warning",
+            )  # fmt: skip
+
     def _close(self) -> None:
+        self._evidence.close()
+        self._notifier.close()
+        self._output.close()
         self._chronicle.close()
         self._keeper.close()
         self._owner.close()

@@ -6,47 +6,47 @@ Owns: turning them into limits and a catalogue. Never does: decide. Called by: t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
+
 from everstep.agent.flags import Launch
 from everstep.core.settings import Settings
-from everstep.faults.budget import Limits
+from everstep.faults.budget import limits_of
 from everstep.faults.catalog import Catalog, load
+from everstep.faults.sieve import Sieve
 from everstep.faults.situation import Policy
 
 
 def policy_of(launch: Launch) -> Policy:
     """The budgets and deadlines of this run. ``--max-restarts`` takes the place of the rules that
     count attempts; a failure that is deterministic stops the job all the same (F4)."""
-    settings, counted = launch.settings, launch.max_restarts is None
-    limits = Limits(
-        per_fingerprint=(settings.per_fingerprint or None) if counted else None,
-        no_progress=(settings.no_progress or None) if counted else None,
-        unrestored=Limits().unrestored if counted else None,
-        window_restarts=settings.window_restarts or None,
-        window_seconds=settings.window,
-        useful_share=settings.useful_share,
-        max_restarts=launch.max_restarts,
-    )
-    return Policy(limits=limits, hold=settings.verdict_deadline)
+    limits = limits_of(launch.settings)
+    if launch.max_restarts is not None:
+        limits = msgspec.structs.replace(
+            limits, per_fingerprint=None, no_progress=None, unrestored=None,
+            max_restarts=launch.max_restarts,
+        )  # fmt: skip
+    return Policy(limits=limits, hold=launch.settings.verdict_deadline)
 
 
-def catalog_of(settings: Settings) -> Callable[[], Catalog]:
+def catalog_of(settings: Settings) -> Future[Catalog]:
     """The patterns of failures. everstep's own are read in a thread from now on, which takes a
-    part of a second; the call waits for it. Raises :class:`~everstep.errors.BadCatalog` at once
-    where the user's own file is not one."""
-    if settings.catalog:
-        whole = load(Path(settings.catalog))
-        return lambda: whole
+    part of a second. Raises :class:`~everstep.errors.BadCatalog` at once where the user's own file
+    is not one."""
     loaded: Future[Catalog] = Future()
+    if settings.catalog:
+        loaded.set_result(load(Path(settings.catalog)))
+        return loaded
 
     def read() -> None:
         try:
-            loaded.set_result(load())
+            whole = load()
+            Sieve(whole)  # compiles what every search of a log shares
+            loaded.set_result(whole)
         except BaseException as error:  # noqa: BLE001 - raised again where it is needed
             loaded.set_exception(error)
 
     threading.Thread(target=read, name="everstep-catalog", daemon=True).start()
-    return loaded.result
+    return loaded

@@ -87,7 +87,7 @@ class Proofs:
         """``step`` is committed: the records of those that are proved by it."""
         proved = [t for t in self._trials if step >= t.where and _in_time(t, now)]
         self._trials = [t for t in self._trials if t not in proved]
-        return [_result(t, at, success=True) for t in proved]
+        return [_result(t, at, success=True, committed=now) for t in proved]
 
     def overdue(self, now: float, at: Stamp) -> list[ResultRecord]:
         """The records of those whose time is over."""
@@ -105,7 +105,9 @@ def _in_time(trial: _Trial, now: float) -> bool:
     return now - trial.failed <= PROVED_SECONDS
 
 
-def _result(trial: _Trial, at: Stamp, *, success: bool) -> ResultRecord:
+def _result(
+    trial: _Trial, at: Stamp, *, success: bool, committed: float | None = None
+) -> ResultRecord:
     return ResultRecord(
         id=f"{trial.incident}.result",
         incident=trial.incident,
@@ -118,6 +120,7 @@ def _result(trial: _Trial, at: Stamp, *, success: bool) -> ResultRecord:
         start=_between(trial.decided, trial.started),
         restore=_between(trial.started, trial.restored),
         first_step=_between(trial.restored, trial.stepped),
+        commit=_between(trial.stepped, committed),
         new_step=trial.new_step,
         repeated=max(0, trial.finished - max(0, trial.from_step)) if trial.tier else 0,
         tier=trial.tier,

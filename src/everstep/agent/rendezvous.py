@@ -13,9 +13,12 @@ an earlier attempt wrote is ever read. The node of group rank 0 leads: it alone 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
@@ -30,13 +33,18 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from everstep.agent.decide import WorkerEnd
 from everstep.agent.line import Keys, Line, StoreSilent
-from everstep.errors import AgentError
+from everstep.errors import AgentError, RendezvousLost
 from everstep.faults.records import Signal
 
 POLL_SECONDS = 0.005
@@ -46,6 +54,12 @@ AGAIN_SECONDS = 20.0
 """The same, where each has just heard the leader's verdict."""
 PLAN_SECONDS = 300.0
 """For the leader to claim the attempt in the store and to begin it at its keeper."""
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 0.2
+DEFAULT_PORT = 29400
+"""torch's, where the endpoint names none."""
+JOIN_SECONDS = 600.0
+"""torch's own limit, where ``join_timeout`` is not given."""
 LEADER_SECONDS = 60.0
 """For the leader's decision, once this node's workers have ended and a failure is known."""
 
@@ -58,6 +72,10 @@ does."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
+
+
+class NotNeeded(Exception):
+    """The job has ended while this agent waited for a place in it."""
 
 
 class NodeEntry(msgspec.Struct, frozen=True):
@@ -264,7 +282,7 @@ class Round:
         # Polled and not waited for in C++, where the agent's signal handlers would not run.
         while not self._store.check([key]):
             if time.monotonic() >= deadline:
-                raise AgentError(
+                raise RendezvousLost(
                     f"node {self.node}: no other agent wrote {key!r} into the rendezvous in time.",
                     hint="An agent of the job died or hangs; start the job again on all nodes.",
                 )
@@ -299,6 +317,13 @@ class Meeting:
         """Meet the other nodes. Raises :class:`AgentError` where they do not come in time."""
         try:
             met = self._handler.next_rendezvous()
+        except RendezvousGracefulExitError as over:
+            raise NotNeeded from over
+        except RendezvousConnectionError as gone:
+            raise RendezvousLost(
+                f"the rendezvous at {self._config.rdzv_endpoint} cannot be reached: {gone}.",
+                hint="Start the agent that holds it (--rdzv-endpoint, --master-addr) again.",
+            ) from gone
         except (RendezvousError, RuntimeError, TimeoutError) as bad:
             raise AgentError(
                 f"the nodes could not meet at {self._config.rdzv_endpoint or 'the rendezvous'}: "
@@ -344,6 +369,16 @@ class Meeting:
         """How many agents wait to be let in; 0 where the rendezvous does not say."""
         return 0 if self.alone else max(0, self._ask(self._handler.num_nodes_waiting))
 
+    def spares(self) -> int:
+        """How many agents stand ready beside those of the round: they wait to be let in, or for
+        one to leave. torch keeps the latter in its own list, where it has one."""
+        if self.alone:
+            return 0
+        waiting = self.waiting()  # which asks the store; torch does so once a second
+        holder = getattr(self._handler, "_state_holder", None)
+        ready = len(getattr(getattr(holder, "state", None), "redundancy_list", ()))
+        return waiting + ready
+
     def leave(self, *, for_good: bool) -> None:
         """Part. ``for_good`` closes the rendezvous for every other agent too."""
         if for_good:
@@ -353,8 +388,15 @@ class Meeting:
     def close(self) -> None:
         """Let go of the store; it may hang."""
         if self.line is not None:
+            self.line.submit(getattr(self._handler, "_stop_heartbeats", lambda: None))
             self.line.close()
             _LEFT.append(self._handler)
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which the nodes wait to meet."""
+        given = self._config.rdzv_configs.get("join_timeout", JOIN_SECONDS)
+        return float(given)
 
     def _keys(self, store: Store) -> Keys:
         return store if self.line is None else self.line.keys(store)
@@ -386,7 +428,7 @@ class Meeting:
             return current
         entered.set(_FAILED, str(node))
         if not poll(lambda: int(keys.get(_STATIC_ROUND)) > current, PLAN_SECONDS):
-            raise AgentError(
+            raise RendezvousLost(
                 f"node {node}: the leader did not begin another attempt.",
                 hint="Its agent died or hangs; start the job again on all nodes.",
             )
@@ -406,6 +448,48 @@ class Meeting:
             round_.master_port = self._server.port
         else:
             round_.master_port = _free_port()
+
+
+def found_again(config: LaunchConfig) -> Future[Meeting]:
+    """The rendezvous, looked for in a thread: where the host of its store hangs, torch waits for
+    it in C++ with no limit, and no signal would be heard. Fails where nobody answers."""
+    found: Future[Meeting] = Future()
+
+    def look() -> None:
+        try:
+            _check_answers(config)
+            found.set_result(Meeting(config))
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever takes the answer
+            found.set_exception(error)
+
+    threading.Thread(target=look, name="everstep-meeting", daemon=True).start()
+    return found
+
+
+def _check_answers(config: LaunchConfig) -> None:
+    """Raise :class:`AgentError` where no store listens, or a dying one does, unless it is this
+    agent's part to have it. torch's client would try again ever more seldom, for minutes."""
+    host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, DEFAULT_PORT)
+    try:
+        probe = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+    except OSError:
+        answers = _is_host(config, host)
+    else:
+        with probe:
+            # A living store waits for our word; one whose process is dying closes.
+            answers = not select.select([probe], [], [], ANSWER_SECONDS)[0]
+    if not answers:
+        raise AgentError(f"nobody answers at {host}:{port}.")
+
+
+def _is_host(config: LaunchConfig, host: str) -> bool:
+    """Whether torch would make the store here."""
+    if config.rdzv_backend == "static":
+        return int(config.rdzv_configs["rank"]) == 0
+    given = config.rdzv_configs.get("is_host")
+    if given is not None:
+        return str(given).lower() in ("1", "true", "t", "yes", "y")
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
 
 
 def poll(ready: Callable[[], bool], seconds: float) -> bool:

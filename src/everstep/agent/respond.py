@@ -27,6 +27,7 @@ from everstep.faults import history as told
 from everstep.faults.budget import cause_of
 from everstep.faults.catalog import Catalog
 from everstep.faults.decide import Response, begin, respond
+from everstep.faults.fold import fold
 from everstep.faults.history import (
     AttemptFacts,
     Cause,
@@ -41,6 +42,7 @@ from everstep.faults.judge import judge
 from everstep.faults.records import UNKNOWN, Signal, Verdict
 from everstep.faults.rules import describe
 from everstep.faults.situation import Policy, Situation
+from everstep.faults.words import needless, word_of
 
 Draw = Callable[[], float]
 Gather = Callable[[float], tuple[Signal, ...]]
@@ -59,7 +61,8 @@ class Open:
 class Responder:
     """``patience`` is how long an incident stays open, in seconds; ``catalog`` gives the patterns
     of failures (it may take a while at its first call); ``points`` the recovery points of the
-    store; ``draw`` numbers from [0, 1) for jitter."""
+    store; ``draw`` numbers from [0, 1) for jitter. ``mode`` is what
+    the command line says of faults, empty where it says nothing."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Responder:
         catalog: Callable[[], Catalog],
         points: Callable[[], Sequence[RecoveryPoint]],
         draw: Draw,
+        mode: str = "",
         tell: Callable[[DecisionRecord, IncidentRecord | None], None] = lambda *_: None,
     ) -> None:
         self._chronicle = chronicle
@@ -82,15 +86,19 @@ class Responder:
         self._catalog = catalog
         self._points = points
         self._draw = draw
+        self._mode = mode
         self._tell = tell
         self.open: Open | None = None
 
-    def begin(self, nodes: Sequence[str], facts: AttemptFacts | None) -> Decision:
+    def begin(
+        self, nodes: Sequence[str], facts: AttemptFacts | None, *, spares: int = 0
+    ) -> Decision:
         """Whether this agent may begin an attempt, and which. ``facts`` are those of the newest
-        attempt, as far as store and keeper know them."""
-        past = self._chronicle.read()
+        attempt, as far as store and keeper know them; ``spares`` are agents that wait."""
+        past = self._with_mode(self._chronicle.read())
         situation = Situation(
             nodes=tuple(nodes),
+            spares=waiting(spares),
             checkpoints=tuple(self._points()),
             highest_claim=self._chronicle.highest_claim,
             jitter=self._draw(),
@@ -140,6 +148,18 @@ class Responder:
         self._say(made, incident)
         return _decision(made, incident)
 
+    def _with_mode(self, past: tuple[Record, ...]) -> tuple[Record, ...]:
+        """The past with the operator's word of this start in it, where it says something new."""
+        history, mode = fold(past), self._mode
+        if not mode or needless(history, "on-fault", mode):
+            return past
+        newest = max(self._chronicle.highest_claim, history.last_attempt)
+        word = word_of(
+            past, newest, "on-fault", mode, "--on-fault", self._agent, self._chronicle.stamp()
+        )
+        self._chronicle.write([word])
+        return (*past, word)
+
     # -- the parts of an answer
 
     def _ended(self, case: Case, word: LastWord) -> Decision:
@@ -150,7 +170,7 @@ class Responder:
         facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
         ended = ProgressRecord(
             attempt, self._chronicle.stamp(), facts, next_sequence(past, attempt),
-            ended=word.reason, cause=cause,
+            ended=word.reason, cause=cause, finished=word.exit_code == exits.FINISHED,
         )  # fmt: skip
         self._chronicle.write([ended])
         return Decision("stop", word.exit_code, word.reason, word.warning)
@@ -190,7 +210,7 @@ class Responder:
         lost = case.lost
         situation = Situation(
             nodes=names,
-            spares=tuple(f"waiting-{n}" for n in range(case.spares)),
+            spares=waiting(case.spares),
             lost=lost,
             min_nodes=len(names),
             checkpoints=tuple(self._points()),
@@ -251,6 +271,11 @@ def _nodes_changed(case: Case) -> Verdict:
     return Verdict(
         UNKNOWN, "scheduler", "restart_in_place", message=first(case.end), confidence=1.0
     )
+
+
+def waiting(count: int) -> tuple[str, ...]:
+    """Agents that wait to be let in say only that they do: their nodes are not known by name."""
+    return tuple(f"(waiting {n})" for n in range(1, count + 1))
 
 
 def newer(past: Sequence[Record], decision: DecisionRecord, attempt: int) -> DecisionRecord:

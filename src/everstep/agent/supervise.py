@@ -29,7 +29,7 @@ from everstep.agent.tend import Tending
 from everstep.agent.workers import Workers
 from everstep.core import exits
 from everstep.core.events import Event, counted
-from everstep.errors import AgentError
+from everstep.errors import RendezvousLost
 from everstep.keeper.wire import Fatal, Report
 
 EVIDENCE_SECONDS = 0.3
@@ -147,7 +147,7 @@ class Supervision:
         self._next_look = 0.0
         self._looking: Future[tuple[bool, bool, set[int]]] | None = None
         self._silence = Silence(round_, time.monotonic) if round_.leads else None
-        self._next_silence = self._moved_at = time.monotonic()
+        self._next_silence = self._moved_at = self._asked_at = time.monotonic()
         self._step = -1
         self._stopped_by: int | None = None
         self._members_changed = False
@@ -163,10 +163,10 @@ class Supervision:
             detail=self._why,
         )  # fmt: skip
         if self._unreachable:
-            raise AgentError(
+            raise RendezvousLost(
                 f"the rendezvous of the job cannot be reached any more: {self._unreachable}.",
-                hint="An agent died. Start the job again on all nodes; it goes on from the "
-                "newest state.",
+                hint="The agent that holds it died: start it again on that node, or another one "
+                "in its place.",
             )
         return self.end()
 
@@ -196,7 +196,9 @@ class Supervision:
         if self._meeting.line is not None:
             waiting.register(self._meeting.line.fileno(), select.POLLIN)
         now = time.monotonic()
-        next_look = self._next_look if self._looking is None else math.inf
+        next_look = self._next_look
+        if self._looking is not None:
+            next_look = max(self._asked_at + SILENT_SECONDS, now + self._listen_every)
         due = min(self._kill_at, next_look, self._tending.due, self._provisional.due)
         if self._workers.must_be_polled:
             due = min(due, now + self._listen_every)
@@ -284,10 +286,16 @@ class Supervision:
                 self._unreachable = str(gone)
                 self._next_look = math.inf
                 self._kill_by(now, "the other nodes cannot be reached any more")
-        elif self._looking is None and now >= self._next_look:
+        elif self._looking is not None:
+            if now - self._asked_at >= SILENT_SECONDS and self._stands_still(now):
+                # Cut off from it, these workers may wait for those of the other side for long.
+                self._unreachable = f"no answer for {SILENT_SECONDS:g} s, and no step was finished"
+                self._looking, self._next_look = None, math.inf
+                self._kill_by(now, "the other nodes cannot be reached any more")
+        elif now >= self._next_look:
             self._next_look = math.inf if self._told else now + self._listen_every
             if not self._told:
-                self._looking = line.submit(self._read_nodes)
+                self._looking, self._asked_at = line.submit(self._read_nodes), now
 
     def _read_nodes(self) -> tuple[bool, bool, set[int]]:
         """Whether a worker of another node has failed, whether a node waits to join, and, for the

@@ -1,7 +1,7 @@
 """The workers of one attempt on this node.
 
 Owns: starting them with torchrun's environment, seeing each end at once, killing them with all
-their children. Never does: decide. Called by: the loop.
+their children, what they leave as evidence. Never does: decide. Called by: the loop.
 
 Ends are waited for on pidfds and read without reaping: while a dead worker is a zombie its
 process group cannot be given to another, so killing the group's leftovers (data loader workers)
@@ -18,16 +18,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Template
 
-from torch.distributed.elastic.multiprocessing import PContext, SubprocessContext, start_processes
+import msgspec
+from torch.distributed.elastic.multiprocessing import (
+    LogsDest,
+    PContext,
+    SubprocessContext,
+    start_processes,
+)
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
-from everstep.agent.decide import WorkerEnd
-from everstep.agent.report import Failure, failure
+from everstep.agent.decide import WorkerEnd, describe
+from everstep.agent.output import Output, Streams
+from everstep.agent.redirect import Redirected, Routed, for_people, without_pipes
+from everstep.agent.report import Failure, failure, written
+from everstep.agent.watch.logs import JUDGED, since_wall
 from everstep.errors import UsageError
+from everstep.faults.records import Signal
+
+_TORCHS = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+
+SETTLE_SECONDS = 0.05
+"""After a worker's end: for its last words to be shown before it is said. A console that takes
+longer is not waited for."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +91,22 @@ def environment_of(local_rank: int, place: Place, config: LaunchConfig) -> dict[
 class Workers:
     """Started workers. ``ended`` grows by one record for each that :meth:`collect` saw end."""
 
-    def __init__(self, context: PContext, place: Place) -> None:
+    def __init__(
+        self,
+        context: PContext,
+        place: Place,
+        output: Output,
+        streams: Streams,
+        node: str | None,
+        begun: float,
+    ) -> None:
         self._context = context
         self._place = place
+        self._output = output
+        self._streams = streams
+        self._node = node
+        self._begun = begun
+        self._exits: list[Signal] = []
         self.must_be_polled = not isinstance(context, SubprocessContext)
         self._fds = {rank: os.pidfd_open(pid) for rank, pid in context.pids().items()}
         self._killed: set[int] = set()
@@ -103,7 +132,9 @@ class Workers:
         codes = {rank: _exit_code(fd) for rank, fd in self._fds.items()}
         if self.must_be_polled and not self._killed and not any(codes.values()):
             codes = self._returned() or codes
-        new = [self._note(rank, code) for rank, code in codes.items() if code is not None]
+        over = {rank: code for rank, code in codes.items() if code is not None}
+        self._settle(over)
+        new = [self._note(rank, code) for rank, code in over.items()]
         self.ended += new
         return new
 
@@ -113,14 +144,60 @@ class Workers:
         self._killed.update(hit)
         return [self._pid(local_rank) for local_rank in hit]
 
+    def drain(self, seconds: float) -> None:
+        """Read what workers have printed by now, for at most so long, however slowly it is shown.
+        What a worker printed before its end is there without this."""
+        self._streams.drain(seconds)
+
+    def signals(self, rank: int | None = None, most: int = JUDGED) -> tuple[Signal, ...]:
+        """What the workers, or the one of that rank, printed, in about ``most`` bytes: the end of
+        it, and of what came before the lines that can matter. ``mono`` is when the agent saw it,
+        ``time`` the same in seconds since these workers were started."""
+        local = None if rank is None else self._place.ranks.index(rank)
+        return self._timed(self._streams.signals(self._place.ranks, self._node, local, most))
+
+    def evidence(self, seconds: float, most: int = JUDGED) -> tuple[Signal, ...]:
+        """Everything that is known of the workers: what they printed and left in error files by
+        now, and how each that has ended did. Reads for at most so long; what they printed makes
+        up about ``most`` bytes. Can be asked again, also after :meth:`close`."""
+        self.drain(seconds)
+        return (*self.signals(most=most), *self._timed([*self._error_files(), *self._exits]))
+
     def close(self) -> None:
         """Reap. Every worker must have ended."""
         assert not self._fds, "closed while workers run"
         self._context.close(signal.SIGKILL)
+        self.drain(SETTLE_SECONDS)
+        self._streams.part()
+
+    def _timed(self, signals: list[Signal]) -> tuple[Signal, ...]:
+        return tuple(msgspec.structs.replace(one, time=self._since(one.mono)) for one in signals)
+
+    def _since(self, mono: float | None) -> float | None:
+        return None if mono is None else max(0.0, mono - self._begun)
+
+    def _settle(self, over: dict[int, int]) -> None:
+        """Those that have ended: what they printed is read, and shown before it is said."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        for local_rank in over:
+            self._streams.drain(deadline - time.monotonic(), local_rank)
+        if over:
+            self._output.flush(max(0.0, deadline - time.monotonic()))
+
+    def _error_files(self) -> list[Signal]:
+        found = []
+        for local_rank, path in self._context.error_files.items():
+            if (wrote := written(path)) is not None:
+                text, wall = wrote
+                seen = since_wall(wall, earliest=self._begun)
+                rank = self._place.ranks[local_rank]
+                found.append(Signal("log", text, rank, self._node, mono=seen))
+        return found
 
     def _returned(self) -> dict[int, int | None] | None:
         """Exit codes of functions once all have returned (each waits in its process until torch's
         context is asked and tells it so); None before. The context has reaped them then."""
+        _TORCHS.addFilter(_formatted)
         result = self._context.wait(0)
         if result is None:
             return None
@@ -141,6 +218,12 @@ class Workers:
         _send(pid, signal.SIGKILL)  # what it left running in its group
         os.close(self._fds.pop(local_rank))
         ours = code < 0 and local_rank in self._killed
+        self._exits.append(
+            Signal(
+                "exit", _said(pid, code), rank, self._node, mono=time.monotonic(), exit_code=code,
+                ours=ours,
+            )
+        )  # fmt: skip
         if code != 0:
             self.failures.append(
                 failure(
@@ -157,27 +240,69 @@ def start(
     arguments: tuple[str, ...],
     place: Place,
     extra: dict[str, str],
+    output: Output,
+    node: str | None = None,
 ) -> Workers:
-    """Start this node's workers; ``extra`` is added to each one's environment."""
+    """Start this node's workers; ``extra`` is added to each one's environment. What they print
+    goes through ``output``, except where the user has it written to files. ``node`` is the name
+    of this one in their signals."""
     locals_ = range(len(place.ranks))
     envs = {rank: environment_of(rank, place, config) | extra for rank in locals_}
     args = {rank: tuple(macros.substitute(list(arguments), str(rank))) for rank in locals_}
-    prefixes = _prefixes(config, place)
-    assert config.logs_specs is not None, "torchrun's configuration always has one"
-    logs_specs = config.logs_specs
+    streams, begun = output.open(), time.monotonic()
     sys.stdout.flush()
-    return Workers(
-        _outside_main_thread(
-            lambda: start_processes(
-                name=config.role, entrypoint=entrypoint, args=args, envs=envs,
-                logs_specs=logs_specs, log_line_prefixes=prefixes,
-                start_method=config.start_method, numa_options=config.numa_options,
-                duplicate_stdout_filters=config.duplicate_stdout_filters,
-                duplicate_stderr_filters=config.duplicate_stderr_filters,
-            )
-        ),
-        place,
+    try:
+        context = _started(config, entrypoint, args, envs, place, output, streams)
+    except BaseException:
+        streams.part()
+        raise
+    return Workers(context, place, output, streams, node, begun)
+
+
+def _started(
+    config: LaunchConfig,
+    entrypoint: str | Callable[..., object],
+    args: dict[int, tuple[str, ...]],
+    envs: dict[int, dict[str, str]],
+    place: Place,
+    output: Output,
+    streams: Streams,
+) -> PContext:
+    logs_specs = config.logs_specs
+    assert logs_specs is not None, "torchrun's configuration always has one"
+    told = logs_specs.reify(envs)  # writes the error files' paths into the environments
+    routes = {rank: streams.route(rank, told.stdouts[rank], told.stderrs[rank]) for rank in args}
+    if callable(entrypoint):
+        piped = {rank: _changed(told, rank, route) for rank, route in routes.items()}
+        dest = without_pipes(told, piped)
+        args = {rank: (*piped[rank], *args[rank]) for rank in args}
+        forked = config.start_method == "fork"
+        entrypoint = Redirected(entrypoint, output.descriptors if forked else ())
+    else:
+        dest = replace(
+            told, stdouts={rank: out for rank, (out, _) in routes.items()},
+            stderrs={rank: err for rank, (_, err) in routes.items()},
+        )  # fmt: skip
+    envs = {rank: env | for_people(dict(os.environ) | env) for rank, env in envs.items()}
+    return _outside_main_thread(
+        lambda: start_processes(
+            name=config.role, entrypoint=entrypoint, args=args, envs=envs,
+            logs_specs=Routed(dest, logs_specs.root_log_dir),
+            log_line_prefixes=_prefixes(config, place),
+            start_method=config.start_method, numa_options=config.numa_options,
+            duplicate_stdout_filters=config.duplicate_stdout_filters,
+            duplicate_stderr_filters=config.duplicate_stderr_filters,
+        )
     )  # fmt: skip
+
+
+def _changed(told: LogsDest, rank: int, route: tuple[str, str]) -> tuple[str, str]:
+    """Where a worker's streams go if not where torch leads them."""
+    out, err = route
+    return (
+        out if out != told.stdouts[rank] else "",
+        err if err != told.stderrs[rank] else "",
+    )
 
 
 def _outside_main_thread(make: Callable[[], PContext]) -> PContext:
@@ -190,7 +315,7 @@ def _outside_main_thread(make: Callable[[], PContext]) -> PContext:
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             made.append(error)
 
-    with _quiet("torch.distributed.elastic.multiprocessing.api"):
+    with _quiet(_TORCHS):
         thread = threading.Thread(target=run, name="everstep-start")
         thread.start()
         thread.join()
@@ -200,15 +325,30 @@ def _outside_main_thread(make: Callable[[], PContext]) -> PContext:
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def _quiet(logger: logging.Logger) -> Iterator[None]:
     # torch warns that no handlers were set and workers may be orphaned: the agent has its own.
-    logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _formatted(record: logging.LogRecord) -> bool:
+    # torch's own formatter loads its compiler for a record with an exception: for seconds no
+    # other exit would be seen.
+    if record.exc_info:
+        record.exc_text = record.exc_text or logging.Formatter().formatException(record.exc_info)
+        record.exc_info = None
+    return True
+
+
+def _said(pid: int, code: int) -> str:
+    """An end in the words that :mod:`everstep.faults.exits` reads."""
+    if code < 0:
+        return f"pid {pid}: killed by signal {-code} ({describe(code)})"
+    return f"pid {pid}: exited with code {code}"
 
 
 def _exit_code(pidfd: int) -> int | None:

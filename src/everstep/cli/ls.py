@@ -19,6 +19,7 @@ from everstep.cli.places import (
 )
 from everstep.cli.report import age, json_option, mark, reported, reporter, size, table
 from everstep.core.events import counted
+from everstep.core.health import Health
 from everstep.errors import NewerFormat, StoreError
 from everstep.store import CheckpointInfo, Job, open_store
 
@@ -30,7 +31,9 @@ class Listed(msgspec.Struct, frozen=True):
     ``committed``, ``damaged``, ``newer format`` (only a later everstep can read it), ``incomplete``
     or ``tombstoned``; ``age_s`` since its commit, by this machine's clock; ``loads``: it is the one
     that a restart would load; ``error``: why it cannot be opened; ``undecided``: a damaged branch
-    hides whether it is on the current lineage."""
+    hides whether it is on the current lineage. ``health``: ``sound`` (its values were finite and
+    its replicas agreed), ``unsound``, or empty where that was not written down; it counts as
+    healthy once it is old enough for what is found late."""
 
     step: int
     attempt: int
@@ -42,6 +45,7 @@ class Listed(msgspec.Struct, frozen=True):
     loads: bool
     error: str = ""
     undecided: bool = False
+    health: str = ""
 
 
 class ListedJob(msgspec.Struct, frozen=True):
@@ -121,7 +125,15 @@ def _listed(info: CheckpointInfo, now: float, loads: bool, error: StoreError | N
         loads=loads,
         error=str(error) if error is not None else info.error,
         undecided=info.undecided,
+        health=health_of(info.health),
     )
+
+
+def health_of(health: Health | None) -> str:
+    """In a word; empty where it was not written down."""
+    if health is None:
+        return ""
+    return "sound" if health.sound else "unsound"
 
 
 def _lineage(item: Listed) -> str:
@@ -143,11 +155,12 @@ def _render(listing: Listing, console: Console) -> None:
         if not job.checkpoints:
             console.print("  no checkpoint yet")
             continue
-        rows = table("step", "attempt", "state", "age", "size", "world", "lineage", "",
+        rows = table("step", "attempt", "state", "health", "age", "size", "world", "lineage", "",
                      right=("step", "attempt", "size", "world"))  # fmt: skip
         for item in job.checkpoints:
             rows.add_row(
-                str(item.step), str(item.attempt), item.state, age(item.age_s), size(item.bytes),
+                str(item.step), str(item.attempt), item.state, item.health or "-",
+                age(item.age_s), size(item.bytes),
                 str(item.world or "?"), _lineage(item),
                 "loads next" if item.loads else Text(item.error),
             )  # fmt: skip

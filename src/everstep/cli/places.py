@@ -26,6 +26,15 @@ def store_argument(command: Callable[..., Any]) -> Callable[..., Any]:
     return argument(command)
 
 
+def store_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--store STORE``, where the argument is something else; its defaults are the same."""
+    option = click.option(
+        "--store", envvar=STORE_ENVIRONMENT, default=DEFAULT_STORE, metavar="STORE",
+        help="Path or URL of the store (default: EVERSTEP_STORE, else ./everstep-store).",
+    )  # fmt: skip
+    return option(command)
+
+
 def job_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--job NAME``; from EVERSTEP_JOB."""
     return click.option("--job", envvar=JOB_ENVIRONMENT, metavar="NAME", help="Name of the job.")(

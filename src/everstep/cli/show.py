@@ -71,6 +71,9 @@ class Origin(msgspec.Struct, frozen=True):
 class Shown(msgspec.Struct, frozen=True):
     """What ``everstep show --json`` prints. ``environment`` is what rank 0 ran with (R4), as far
     as it wrote it down; else what its launcher did. ``problems`` are damaged branches of the job.
+    ``health``: ``figures`` (logged loss and gradient norm: ``finite``, ``none`` logged, ``bad``),
+    ``parameters`` (``all`` or a ``part`` looked at and finite, ``none``, ``bad``) and ``replicas``
+    (``agreed``, ``differ``); empty where it was not written down.
     """
 
     store: str
@@ -88,6 +91,7 @@ class Shown(msgspec.Struct, frozen=True):
     tensors: tuple[Tensor, ...]
     objects: tuple[Objects, ...]
     problems: tuple[str, ...] = ()
+    health: dict[str, str] = {}
     format: str = FORMAT
 
 
@@ -130,7 +134,13 @@ def show(url: str, job: Job, point: Point) -> Shown:
         tensors=_tensors(checkpoint),
         objects=tuple(_objects(checkpoint, rank) for rank in range(checkpoint.world)),
         problems=branch_problems(job),
+        health=_health(checkpoint),
     )
+
+
+def _health(checkpoint: Checkpoint) -> dict[str, str]:
+    health = checkpoint.manifest.health
+    return {} if health is None else {n: getattr(health, n) for n in health.__struct_fields__}
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[Tensor, ...]:
@@ -224,6 +234,8 @@ def _render(shown: Shown, console: Console) -> None:
         console.print(f"{mark('fail')} {escape(problem)}")
     for origin in shown.lineage:
         console.print(f"  attempt {origin.attempt} {_came(origin)}", markup=False)
+    told = ", ".join(f"{name} {value}" for name, value in shown.health.items())
+    console.print(f"  health: {told or 'not known'}", markup=False)
     for name, value in sorted(shown.environment.items()):
         console.print(f"  {_CALLED.get(name, name)}: {value}", markup=False)
     rows = table("tensor", "dtype", "shape", "owner", "written by", "loaded by", "bytes",

@@ -14,6 +14,8 @@ import math
 
 import msgspec
 
+from everstep.core.health import Health
+
 SHARED = -1
 EXTENT_ALIGN = 64
 """Bytes. Extents begin at multiples of this in a payload: one cache line, any dtype's alignment."""
@@ -95,13 +97,14 @@ class RankState(msgspec.Struct, frozen=True):
 
     ``refs`` are the tensors to load, in the order in which ``objects`` (encoded by
     :mod:`everstep.state.encode`) refers to them; ``aliases`` maps a tied name to the name whose
-    bytes it shares.
+    bytes it shares. ``health`` is None where nothing was looked at.
     """
 
     step: int
     refs: tuple[TensorRef, ...]
     aliases: dict[str, str]
     objects: bytes
+    health: Health | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -14,10 +14,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
+from everstep.core.health import DETECTION_DELAY
 from everstep.errors import UsageError
 
 Resume = Literal["auto", "require", "never"]
 OnFault = Literal["", "act", "advise", "off"]
+Nonfinite = Literal["stop", "warn", "off"]
 
 PREFIX = "EVERSTEP_"
 _OTHERS = ("EVERSTEP_FAULTS", "EVERSTEP_DRILL", "EVERSTEP_BENCH_")
@@ -50,6 +52,19 @@ class Settings:
     checkpoint_every: float = setting(60.0, "Seconds between durable checkpoints.", parse="seconds")
     keep_last: int = setting(
         3, "Committed checkpoints that retention keeps, at least 1.", parse="positive"
+    )
+    nonfinite: Nonfinite = setting(
+        "stop",
+        "What is done where a logged loss or gradient norm, or a parameter, is no finite number: "
+        "`stop` raises NonFinite, so that the step is never a recovery point, `warn` tells of it "
+        "and goes on, `off` looks at nothing (and no checkpoint is known to be healthy).",
+        parse="nonfinite",
+    )
+    detection_delay: float = setting(
+        DETECTION_DELAY,
+        "Seconds from its commit after which a sound checkpoint counts as healthy: as long as what "
+        "is wrong with a state may stay unseen.",
+        parse="seconds",
     )
     grace: float = setting(30.0, "Seconds from SIGTERM to the end of the job.", parse="seconds")
     final_deadline: float = setting(
@@ -100,6 +115,13 @@ class Settings:
         "", "What the platform calls this node, in verdicts and exclusions; empty: the host name."
     )
     node_pod: str = setting("", "The rack, switch or pod that this node stands in.")
+    kernel_log: str = setting(
+        "",
+        "File with the kernel's messages, read as it grows; empty: /dev/kmsg or the journal.",
+    )
+    termination_notice: str = setting(
+        "", "File that a hook or a node's termination handler writes before the node is taken away."
+    )
     keeper: str = setting("", "Name of the keeper's socket (set by the agent for its workers).")
     attempt: int = setting(0, "Number of this attempt (set by the agent).", parse="count")
     node: int = setting(0, "Index of this node in the job (set by the agent).", parse="count")
@@ -173,6 +195,12 @@ def _on_fault(text: str) -> OnFault:
     return text  # type: ignore[return-value]  # narrowed by the test above
 
 
+def _nonfinite(text: str) -> Nonfinite:
+    if text not in ("stop", "warn", "off"):
+        raise ValueError("must be stop, warn or off")
+    return text  # type: ignore[return-value]  # narrowed by the test above
+
+
 PARSERS: dict[str, Callable[[str], Any]] = {
     "text": str,
     "count": _count,
@@ -181,6 +209,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "resume": _resume,
     "on_fault": _on_fault,
     "share": _share,
+    "nonfinite": _nonfinite,
 }
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from everstep.core.settings import Settings
 from everstep.faults.fingerprint import Fingerprint, fingerprint
 from everstep.faults.fold import History, Life, Reset
 from everstep.faults.history import AttemptFacts, Cause, IncidentRecord
@@ -43,6 +44,17 @@ class Limits(msgspec.Struct, frozen=True):
     same_step_program: int = 2
     setbacks: int = 3
     max_restarts: int | None = None
+
+
+def limits_of(settings: Settings) -> Limits:
+    """The limits that a job's settings ask for."""
+    return Limits(
+        per_fingerprint=settings.per_fingerprint or None,
+        no_progress=settings.no_progress or None,
+        window_restarts=settings.window_restarts or None,
+        window_seconds=settings.window,
+        useful_share=settings.useful_share,
+    )
 
 
 class FingerprintBudget(msgspec.Struct, frozen=True):

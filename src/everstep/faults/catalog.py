@@ -114,6 +114,11 @@ class Catalog(msgspec.Struct, frozen=True):
     meanings: dict[str, Meaning]
     search: re2.Set
 
+    def found_in(self, text: str) -> list[int]:
+        """The numbers of the patterns that a text may match, in their order."""
+        numbers = self.search.Match(text) or ()
+        return sorted(number for number in numbers if number < len(self.patterns))
+
 
 def load(*extra: Path) -> Catalog:
     """The catalogue that comes along, with the files of a user on top: their patterns are looked

@@ -72,6 +72,4 @@ def earlier(lines: list[Line], catalog: Catalog) -> Earlier:
 
 
 def _faults_in(text: str, catalog: Catalog) -> set[str]:
-    numbers = catalog.search.Match(text) or ()
-    patterns = catalog.patterns
-    return {patterns[number].meaning.fault for number in numbers if number < len(patterns)}
+    return {catalog.patterns[number].meaning.fault for number in catalog.found_in(text)}

@@ -191,7 +191,8 @@ class ProgressRecord(
     """What an attempt has come to: so that a lost agent's work still counts.
 
     ``ended``: why it ended, where that was no incident (the job finished, a scheduler took the
-    nodes, a person stopped it); empty while it runs. ``cause`` is who ended it so."""
+    nodes, a person stopped it); empty while it runs. ``cause`` is who ended it so. ``finished``:
+    the job came to its own end, and what it had is committed."""
 
     attempt: int
     at: Stamp
@@ -199,12 +200,16 @@ class ProgressRecord(
     sequence: int = 0
     ended: str = ""
     cause: Cause = "person"
+    finished: bool = False
 
 
 class ResultRecord(
     msgspec.Struct, frozen=True, tag="result", tag_field="what", forbid_unknown_fields=True
 ):
-    """How an incident ended. Times are seconds of each phase, None where it was not come to.
+    """How an incident ended. Times are seconds of each phase, one after the other, None where it
+    was not come to: until the failure was noticed (``detect``), the decision made, the survivors
+    stopped, the next processes started, the state restored, the first new step done, and the first
+    checkpoint past the failing step committed (``commit``). ``success``: that was so.
     ``replay_differed``: the step that had failed was passed in an exact replay. Nothing is
     charged or refilled by it."""
 
@@ -220,6 +225,7 @@ class ResultRecord(
     start: float | None = None
     restore: float | None = None
     first_step: float | None = None
+    commit: float | None = None
     new_step: int | None = None
     repeated: int = 0
     tier: str = ""

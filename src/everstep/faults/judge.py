@@ -102,7 +102,7 @@ def _order(signal: Signal) -> tuple[object, ...]:
     time = signal.time if signal.time is not None else float("inf")
     return (
         time, signal.source, rank, signal.node or "", signal.text, signal.exit_code or 0,
-        signal.ours, signal.mono or 0.0,
+        signal.ours, signal.mono or 0.0, signal.wall or 0.0,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
     scene = found.scene
     if fact.place in ("job", "service", "switch"):
         return frozenset()
-    if fact.place == "node":
+    if fact.place == "node" and fact.fault != "HOST_OOM_KILL":
         return frozenset(scene.ranks_of(node))
     rank = _named_rank(fact, node, found)
     if rank is not None:
@@ -91,7 +91,7 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
         }  # fmt: skip
         if killed:
             return frozenset(killed)
-    if fact.place == "pod":
+    if fact.place in ("pod", "node"):
         return frozenset(scene.ranks_of(node))
     if node not in found.touched:
         found.touched[node] = _touched(node, found)

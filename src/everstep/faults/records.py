@@ -30,7 +30,9 @@ UNKNOWN = "UNKNOWN_ROOT"
 class Signal(msgspec.Struct, frozen=True, omit_defaults=True):
     """One observation. ``rank`` and ``node`` are None where they are not known (a launcher, a
     service). ``time`` is seconds since the attempt's start by the writer's own clock, ``mono``
-    seconds of CLOCK_MONOTONIC of the host that saw it. ``exit_code`` only for the end of a process:
+    seconds of CLOCK_MONOTONIC of the host that saw it, ``wall`` seconds since the epoch by that
+    host's clock: for people who compare it with other logs, and never an order, as wall clocks
+    jump and differ between hosts. ``exit_code`` only for the end of a process:
     negative is a signal, 128+n one that was seen through a shell. ``ours`` says that everstep sent
     the signal that this is the effect of (F2)."""
 
@@ -40,6 +42,7 @@ class Signal(msgspec.Struct, frozen=True, omit_defaults=True):
     node: str | None = None
     time: float | None = None
     mono: float | None = None
+    wall: float | None = None
     exit_code: int | None = None
     ours: bool = False
 

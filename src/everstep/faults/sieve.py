@@ -47,16 +47,17 @@ _STRUCTURE = (
 
 
 class Sieve:
-    """Takes a log in pieces; :meth:`kept` gives what is left of it."""
+    """Takes a log in pieces; :meth:`kept` gives what is left of it. ``tail``: how many last lines
+    are kept whatever they say."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, tail: int = TAIL) -> None:
         self._set = _searcher(catalog)
         self._rest = b""
         self._order = 0
         self._first: list[tuple[int, bytes]] = []
         self._last: dict[object, deque[tuple[int, bytes]]] = {}
         self._counts: dict[object, int] = {}
-        self._tail: deque[tuple[int, bytes]] = deque(maxlen=TAIL)
+        self._tail: deque[tuple[int, bytes]] = deque(maxlen=tail)
 
     def feed(self, piece: bytes) -> None:
         """The next bytes of the log, at any edge."""

@@ -279,6 +279,7 @@ class Attempt:
             message = msgspec.structs.replace(message, agent=self._owner.agent)
         self._storing.exists = self._storing.exists or attempt > 1
         self._node.begin(message, attempt, promised_by=self._promised_by(message))
+        self._node.hold_until(self._clock.mono() + message.hold if message.hold else 0.0)
         port = self._listen() if several and message.node == 0 else 0
         self._token = message.token or (secrets.token_hex(16) if port else "")
         self._begun = AttemptBegun(attempt, port, self._token)
@@ -337,6 +338,8 @@ class Attempt:
                 message.expected,
                 message.policy,
                 alone=not self._begun_by.agent,
+                recover=message.recover,
+                replay_until=message.replay_until,
             )
         )
         self._tell(facts.NodeJoined(0, self._node.inventory(), self._node.elections()))

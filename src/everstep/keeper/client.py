@@ -116,7 +116,8 @@ class WorkerLink:
     and that ended at their start.
 
     ``attempt`` and ``world`` are the keeper's words, ``page`` the control page, ``slots`` the two
-    slots, ``refused`` why the last try to connect failed. Page and slots may be other objects
+    slots, ``skip`` the steps whose batches are left out, ``replay_until`` the step that is
+    replayed, ``refused`` why the last try to connect failed. Page and slots may be other objects
     after :meth:`reconnect_if_needed`: never keep them.
     """
 
@@ -151,6 +152,8 @@ class WorkerLink:
         self._pid = os.getpid()
         self.attempt = self.world = 0
         self.store = self.job = ""
+        self.skip: frozenset[int] = frozenset()
+        self.replay_until: int | None = None
         self.begun: AttemptBegun | None = None
         self.refused: EverstepError | None = None
 
@@ -532,6 +535,7 @@ class WorkerLink:
         self._page = page
         self.attempt, self.world = welcome.attempt, welcome.world
         self.store, self.job = welcome.store, welcome.job
+        self.skip, self.replay_until = frozenset(welcome.skip), welcome.replay_until
 
     def _take_slots(self, geometry: Geometry, fds: list[int]) -> None:
         known = {fd: file for fd in fds if (file := file_of(fd)) is not None}

@@ -74,9 +74,10 @@ class Commit(Command, frozen=True):
 
 
 class ReadStore(Command, frozen=True):
-    """Answered by ``StoreRead``."""
+    """Answered by ``StoreRead``. ``upto``: nothing newer is a candidate."""
 
     attempt: int
+    upto: Point | None = None
 
 
 class CheckMemory(Command, frozen=True):

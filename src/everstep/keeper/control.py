@@ -33,6 +33,7 @@ _WORD = struct.Struct("<Q")
 (
     _CUT_SEQUENCE, _CUT_STEP, _STOP_REQUESTED, _STOP_STEP, _STOP_FINAL, _DEMOTED, _ATTEMPT, _BEAT,
 ) = range(64, 128, 8)  # fmt: skip
+_HOLD_UNTIL = 128
 # Two banks of notes, never read by workers: the one that is not in force is written, and is in
 # force when its digest is right and its generation the higher one. A death in between changes none.
 _BANK_HEAD = struct.Struct("<3Q")  # digest of what follows, generation, count of the notes
@@ -102,6 +103,11 @@ class ControlPage:
         """A counter that moves when replicas were found to differ."""
         return self._get(_DEMOTED)
 
+    def held_until(self) -> int:
+        """The CLOCK_MONOTONIC time in nanoseconds before which no batch is given to the user's
+        code, 0 where nobody is held. A time, so that a keeper that stands still holds nobody."""
+        return self._get(_HOLD_UNTIL)
+
     # -- the keeper's side
 
     def boundary(self, local_rank: int) -> tuple[int | None, int, int, int]:
@@ -134,6 +140,10 @@ class ControlPage:
         self._put(_STOP_STEP, step)
         self._put(_STOP_REQUESTED, 1)
         self._put(_STOP_FINAL, int(final))
+
+    def hold_until(self, nanos: int) -> None:
+        """See :meth:`held_until`."""
+        self._put(_HOLD_UNTIL, nanos)
 
     def publish_demoted(self, count: int) -> None:
         self._put(_DEMOTED, count)

@@ -44,6 +44,7 @@ from everstep.keeper.facts import (
     Voted,
     WorkersOver,
 )
+from everstep.keeper.replay import Replay
 from everstep.keeper.situation import Situation
 from everstep.keeper.stop import Stop
 from everstep.keeper.table import Key
@@ -63,6 +64,7 @@ class Coordinator:
         self.cuts = Cuts(self.at, self.durable.completed, self.durable.lost)
         self.election = Election(self.at, self._elected, Branches(self.at))
         self.stop = Stop(self.at, self._stopping, self._stop_failed)
+        self.replay = Replay(self.at)
 
     def handle(self, fact: AnyFact, now: float) -> list[Command]:
         """The commands that ``fact`` at ``now`` (seconds of one monotonic clock) leads to, in the
@@ -120,6 +122,7 @@ class Coordinator:
         }
         at.attempt, at.resume, at.expected = fact.attempt, fact.resume, fact.expected
         at.alone = fact.alone
+        at.recover, at.replay_until = fact.recover, fact.replay_until
         at.policy, at.began, at.start = fact.policy, at.now, 0
         at.elected, at.origin = False, None
         at.registered, at.finished, at.gone = set(), set(), set()
@@ -129,6 +132,7 @@ class Coordinator:
         self.durable.begin()
         self.stop.begin(fresh=fresh)
         self.election.begin()
+        self.replay.begin()
 
     def _take_presence(
         self, fact: NodeJoined | NodeLeft | Registered | SlotsSeen | RankGone
@@ -185,6 +189,7 @@ class Coordinator:
         match fact:
             case CutMade():
                 self.cuts.cut_made(fact)
+                self.replay.passed(fact.rank, fact.step)
             case CutMissed():
                 self.cuts.cut_missed(fact)
             case SlotAsked():
@@ -197,6 +202,8 @@ class Coordinator:
     def _boundaries(self, fact: Boundaries) -> None:
         known = [b for b in fact.ranks if b.rank in self.at.table.home]
         self.cuts.boundaries_seen(Boundaries(tuple(known), fact.drained))
+        for boundary in known:
+            self.replay.passed(boundary.rank, boundary.step)
         if known:
             self.election.training_seen({boundary.rank for boundary in known})
 

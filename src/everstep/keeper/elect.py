@@ -5,6 +5,10 @@ attempts (branches). Called by: coordinate.
 
 The order is: the newest snapshot that all ranks hold in memory (where it is not older than the
 newest checkpoint), then the checkpoints newest first, then, if none is expected, nothing.
+
+A rollback names its target: that checkpoint (from memory where the same point is still there),
+then those older that are known to be sound, then those of which nothing is known. One that is known
+to be unsound is none, whatever is newer is none, and the job never begins anew.
 """
 
 from __future__ import annotations
@@ -31,7 +35,14 @@ from everstep.keeper.commands import (
     RefuseTo,
     WriteBranch,
 )
-from everstep.keeper.facts import BranchWritten, MemoryChecked, OfferAsked, StoreRead, Voted
+from everstep.keeper.facts import (
+    BranchWritten,
+    MemoryChecked,
+    OfferAsked,
+    StoreRead,
+    Voted,
+)
+from everstep.keeper.rollback import rollback_order
 from everstep.keeper.situation import Situation
 from everstep.keeper.table import Complete
 from everstep.keeper.wire import SlotName, WentOn
@@ -89,7 +100,7 @@ class Election:
         self.read_failures = self.branch_failures = 0
         self.read_at = self.asked_at = None
         self.branches.begin()
-        self.at.say(ReadStore(0, self.at.attempt))
+        self.at.say(self._reading())
 
     # -- facts
 
@@ -104,7 +115,7 @@ class Election:
     def store_read(self, fact: StoreRead) -> None:
         if fact.attempt != self.at.attempt:
             return
-        held = self.at.table.newest() is not None
+        held = self._in_hand()
         retries = 0 if fact.final else MEMORY_RETRIES if held else STORE_RETRIES
         if fact.error and self.read_failures < retries:
             self.read_failures += 1
@@ -235,18 +246,27 @@ class Election:
         at = self.at
         if self.read_at is not None and at.now >= self.read_at:
             self.read_at = None
-            at.say(ReadStore(0, at.attempt))
+            at.say(self._reading())
         if self.branches.due is not None and at.now >= self.branches.due:
             self.branches.due = None
             if self.branching:
                 self._write_branch()
             else:
                 self.branches.write_first()
-        if self.store is None and at.now - at.began >= READ_SECONDS and at.table.newest():
+        if self.store is None and at.now - at.began >= READ_SECONDS and self._in_hand():
             self._give_up_reading()
         ready = self.elected is None and self.refusal is None and self.offer is None
         if ready and self.store is not None and len(self.asked) == at.world and at.assembled:
             self._next()
+
+    def _reading(self) -> ReadStore:
+        return ReadStore(0, self.at.attempt, self.at.recover)
+
+    def _in_hand(self) -> bool:
+        """Whether a snapshot in memory could be restored without the store."""
+        target = self.at.recover
+        found = self.at.table.newest() if target is None else self.at.table.complete(target)
+        return found is not None
 
     def _give_up_reading(self) -> None:
         """A file system that hangs answers nothing; when it does, that is taken all the same."""
@@ -275,6 +295,8 @@ class Election:
 
     def _choose(self) -> Choice | None:
         assert self.store is not None, "asked before the store was read"
+        if self.at.recover is not None:
+            return self._choose_for_rollback(self.at.recover)
         if self.at.resume == "never" and not self.at.expected:
             return self._fresh_or_refuse(expected=False)
         memory = self._memory()
@@ -292,6 +314,21 @@ class Election:
         required = self.at.resume == "require" or self.at.expected or self.at.lived
         # What some ranks alone hold is not a snapshot: the first attempt ended before it was one.
         return self._fresh_or_refuse(expected=required or self.store.expected or bool(self.tried))
+
+    def _choose_for_rollback(self, target: Point) -> Choice | None:
+        """Where the store cannot be read the target may be in memory; no older one is known."""
+        assert self.store is not None, "asked before the store was read"
+        in_memory = Choice("memory", target)
+        held = self.at.table.complete(target) is not None and in_memory not in self.rejected
+        if held and self._rooted(target):
+            return in_memory
+        stored = self._stored()
+        if stored is not None:
+            return Choice("store", stored)
+        if self.store.error:
+            self._refuse_all(self.store.error_code, self.store.error)
+            return None
+        return self._fresh_or_refuse(expected=True)
 
     def _memory(self, *, rooted: bool = True) -> Point | None:
         for snapshot in self.at.table.completes():
@@ -319,7 +356,10 @@ class Election:
 
     def _stored(self) -> Point | None:
         assert self.store is not None, "asked before the store was read"
-        points = [candidate.point for candidate in self.store.candidates]
+        candidates = self.store.candidates
+        if self.at.recover is not None:
+            candidates = rollback_order(candidates, self.at.recover)
+        points = [candidate.point for candidate in candidates]
         return next((p for p in points if Choice("store", p) not in self.rejected), None)
 
     def _fresh_or_refuse(self, *, expected: bool) -> Choice | None:
@@ -340,13 +380,14 @@ class Election:
 
     def _world_changed(self) -> str:
         assert self.store is not None, "asked before the store was read"
-        if self.at.resume == "never" and not self.at.expected:
+        rollback = self.at.recover is not None
+        if self.at.resume == "never" and not (self.at.expected or rollback):
             return ""
         stored = self._stored()
         for candidate in self.store.candidates:
             if candidate.point == stored and candidate.world not in (0, self.at.world):
                 return _world_text(self.at.world, candidate.world)
-        other = self.at.table.other_world()
+        other = None if rollback else self.at.table.other_world()
         if other is not None and (stored is None or other[0].step > stored.step):
             return _world_text(self.at.world, other[1])
         return ""

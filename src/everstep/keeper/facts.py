@@ -37,7 +37,8 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 class Begun(Fact, frozen=True):
     """An attempt begins. The same attempt begins again after the keeper of node 0 was replaced.
-    ``alone``: no agent runs that would end the other ranks when one ends."""
+    ``alone``: no agent runs that would end the other ranks when one ends. ``recover`` and
+    ``replay_until`` as in :class:`~everstep.keeper.wire.BeginAttempt`."""
 
     attempt: int
     ranks_of_node: tuple[tuple[int, ...], ...]
@@ -45,6 +46,8 @@ class Begun(Fact, frozen=True):
     expected: bool
     policy: Policy
     alone: bool = False
+    recover: Point | None = None
+    replay_until: int | None = None
 
 
 class NodeJoined(Fact, frozen=True):
@@ -184,10 +187,12 @@ class Left(Fact, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True):
-    """A committed checkpoint on the current lineage; ``world`` 0 where it was not read."""
+    """A committed checkpoint on the current lineage; ``world`` 0 where it was not read. ``sound``:
+    as its health says, None where that is not known."""
 
     point: Point
     world: int
+    sound: bool | None = None
 
 
 class StoreRead(Fact, frozen=True):

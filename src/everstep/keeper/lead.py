@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everstep.core.clock import Clock
+from everstep.core.ids import Point
 from everstep.errors import EverstepError
 from everstep.keeper import commands, facts, wire
 from everstep.keeper.background import Background
@@ -18,6 +19,7 @@ from everstep.keeper.coordinate import Coordinator
 from everstep.keeper.facts import AnyFact
 from everstep.keeper.node import Node
 from everstep.keeper.storing import Storing, Superseded
+from everstep.store import Retention
 
 
 class Lead:
@@ -74,7 +76,7 @@ class Lead:
     def _carry_out(self, command: Command) -> None:
         match command:
             case commands.ReadStore():
-                self._read(command.attempt)
+                self._read(command.attempt, command.upto)
             case commands.WriteBranch():
                 self._write_branch(command)
             case commands.Commit():
@@ -86,14 +88,16 @@ class Lead:
                 if other is not None:
                     other.send(wire.Command(commands.encode(command)))
 
-    def _read(self, attempt: int) -> None:
+    def _read(self, attempt: int, upto: Point | None) -> None:
         def failed(error: EverstepError) -> None:
             final = error.blame == "user" and not error.retryable
             self._tell(
                 facts.StoreRead(attempt, error=error.what, error_code=error.code, final=final)
             )
 
-        self._background.submit("store", lambda: self._storing.read(attempt), self._tell, failed)
+        self._background.submit(
+            "store", lambda: self._storing.read(attempt, upto), self._tell, failed
+        )
 
     def _write_branch(self, command: commands.WriteBranch) -> None:
         about = dict(self._node.environment)
@@ -140,7 +144,7 @@ class Lead:
         if self._retaining:
             return
         self._retaining = True
-        keep_last = self._node.keep_last
+        keep = Retention(self._node.keep_last, detection_delay=self._node.detection_delay)
 
         def done(removed: tuple[int, int]) -> None:
             self._retaining = False
@@ -155,4 +159,4 @@ class Lead:
             self._say("retention.failed", str(error), level="warning")
 
         # In the lane of the commits: nothing is completed while it is being deleted.
-        self._background.submit("commit", lambda: self._storing.retain(keep_last), done, failed)
+        self._background.submit("commit", lambda: self._storing.retain(keep), done, failed)

@@ -96,6 +96,9 @@ class Node:
         self.promised: dict[int, OwnerIdentity] = {}
         self.environment: dict[str, str] = {}
         self.keep_last = 3
+        self.detection_delay = 0.0
+        self._skip: tuple[int, ...] = ()
+        self._replay_until: int | None = None
 
     # -- the attempt
 
@@ -122,6 +125,8 @@ class Node:
         self.ranks = begin.ranks_of_node[begin.node]
         self.world = sum(len(ranks) for ranks in begin.ranks_of_node)
         self.environment, self.keep_last = begin.environment, begin.keep_last
+        self.detection_delay = begin.detection_delay
+        self._skip, self._replay_until = begin.skip, begin.replay_until
         if begin.agent:
             self.agents.add(begin.agent)
         self._asking.clear()
@@ -218,7 +223,10 @@ class Node:
         older = self._workers.get(hello.rank)
         self._workers[hello.rank] = connection
         self._asking.pop(hello.rank, None)
-        welcome = Welcome(os.getpid(), self.attempt, self.world, self._store, self._job)
+        welcome = Welcome(
+            os.getpid(), self.attempt, self.world, self._store, self._job,
+            skip=self._skip, replay_until=self._replay_until,
+        )  # fmt: skip
         connection.send(welcome, (self._page_fd,))
         self._take_choices(hello)
         if hello.went_on is not None and hello.went_on.attempt == self.attempt:
@@ -300,6 +308,11 @@ class Node:
     def beat(self) -> None:
         """Say that this process moves."""
         self._page.beat()
+
+    def hold_until(self, moment: float) -> None:
+        """Let the workers' first batch wait until ``moment`` (seconds of CLOCK_MONOTONIC); 0
+        releases them."""
+        self._page.hold_until(int(moment * 1e9))
 
     def boundaries(self) -> tuple[Boundary, ...]:
         """Where the attached ranks stand."""

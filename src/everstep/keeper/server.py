@@ -42,6 +42,7 @@ from everstep.keeper.wire import (
     Preempt,
     Refused,
     Relayed,
+    Release,
     Report,
     SlotsHeld,
     Welcome,
@@ -272,6 +273,9 @@ class Server:
                 self._facts.append(facts.WorkersOver(self._node.node))
             case WorkersEnded():
                 pass  # of an attempt that another has replaced
+            case Release():
+                if message.attempt == self._node.attempt:
+                    self._node.hold_until(0.0)
             case Leave():
                 self._leaving = True
                 self._facts.append(facts.Left())

@@ -23,7 +23,8 @@ class Situation:
     those whose workers have ended in this attempt and not come again, ``joined`` nodes whose
     keepers are attached. ``elected`` is true once the attempt's recovery point is settled, which is
     then ``origin``, ``start`` its step. ``branches`` are those that are known to be in the store.
-    ``lived`` says that this keeper saw a complete snapshot of the lineage (R5).
+    ``lived`` says that this keeper saw a complete snapshot of the lineage (R5). ``recover`` is the
+    checkpoint that a rollback goes back to, ``replay_until`` the step that is replayed.
     """
 
     table: SlotTable = field(default_factory=SlotTable)
@@ -44,6 +45,8 @@ class Situation:
     branches: dict[int, Point | None] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     lived: bool = False
+    recover: Point | None = None
+    replay_until: int | None = None
 
     @property
     def world(self) -> int:

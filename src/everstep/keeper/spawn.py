@@ -48,12 +48,13 @@ def start_keeper(
 def log_path(settings: Settings, node: int) -> Path:
     """The keeper's log; its folder is made."""
     place = xxhash.xxh3_64_hexdigest(store_of(settings.store).encode())[:8]
-    folder = _state_dir(settings, os.environ) / f"{settings.job}-{place}"
+    folder = state_dir(settings, os.environ) / f"{settings.job}-{place}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"keeper-{node}.log"
 
 
-def _state_dir(settings: Settings, environment: Mapping[str, str]) -> Path:
+def state_dir(settings: Settings, environment: Mapping[str, str]) -> Path:
+    """The folder for logs and for what can be made anew; it may not be there yet."""
     if settings.state_dir:
         return Path(settings.state_dir)
     state = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")

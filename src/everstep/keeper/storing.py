@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from everstep.core.ids import Point
 from everstep.core.points import reach
-from everstep.errors import CommitRefused, CorruptObject, ObjectMissing, StoreError
+from everstep.errors import CommitRefused, CorruptObject, NewerFormat, ObjectMissing, StoreError
 from everstep.keeper.facts import Candidate, StoreRead
 from everstep.keeper.holdings import known_digests
 from everstep.keeper.identity import is_alive
@@ -70,8 +70,8 @@ class Storing:
 
     # -- restore
 
-    def read(self, attempt: int) -> StoreRead:
-        """What there is to go on from."""
+    def read(self, attempt: int, upto: Point | None = None) -> StoreRead:
+        """What there is to go on from; with ``upto`` nothing newer, and the health of each."""
         reach("keeper.read.before_list")
         job = self.job()
         branches = dict(job.branches())
@@ -79,7 +79,10 @@ class Storing:
             self._open()  # an empty folder in its place is no job that begins
         branch = branches.get(attempt)
         damaged = [one.problem for one in branches.values() if one.problem]
-        candidates = _openable(job, damaged)
+        if upto is None:
+            candidates = _openable(job, damaged)
+        else:
+            candidates = _openable_upto(job, upto, damaged)
         return StoreRead(
             attempt=attempt,
             candidates=tuple(candidates),
@@ -171,11 +174,11 @@ class Storing:
             raise StoreError(f"not all {world} rank indexes of step {point.step} can be seen yet.")
         reach("keeper.commit.after_manifest")
 
-    def retain(self, keep_last: int) -> tuple[int, int]:
+    def retain(self, policy: Retention) -> tuple[int, int]:
         """Delete what S7 allows; how many checkpoints and bytes went."""
         reach("keeper.retain.before_plan")
         job = self.job()
-        plan = job.retain(Retention(keep_last=keep_last))
+        plan = job.retain(policy)
         report = job.execute(plan)
         return len(report.tombstoned), report.bytes_freed
 
@@ -225,3 +228,24 @@ def _openable(job: Job, damaged: list[str]) -> list[Candidate]:
         rest = [Candidate(other, 0) for other in points[at + 1 :]]
         return [Candidate(point, world), *rest]
     return []
+
+
+def _openable_upto(job: Job, upto: Point, damaged: list[str]) -> list[Candidate]:
+    """The candidates that are not newer than ``upto`` and open, with what is known of their
+    health: an unsound state is no place to go back to."""
+    found: list[Candidate] = []
+    for point in job.candidates():
+        if point > upto:
+            continue
+        try:
+            manifest = job.open_checkpoint(point).manifest
+        except (CorruptObject, ObjectMissing) as bad:
+            damaged.append(f"checkpoint of step {point.step}: {bad}")
+            continue
+        except NewerFormat:
+            if not found:
+                raise
+            break  # it is not skipped: nothing beyond it is a candidate
+        sound = None if manifest.health is None else manifest.health.sound
+        found.append(Candidate(point, manifest.world, sound))
+    return found

@@ -20,6 +20,7 @@ import msgspec
 
 from everstep.cadence.policy import Policy
 from everstep.core.events import Event
+from everstep.core.health import DETECTION_DELAY
 from everstep.core.ids import Point
 from everstep.errors import KeeperError
 
@@ -72,13 +73,16 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello. For a worker one descriptor follows: the control page."""
+    """Answer to Hello. For a worker one descriptor follows: the control page. ``skip`` and
+    ``replay_until`` are those of the attempt (:class:`BeginAttempt`)."""
 
     pid: int
     attempt: int
     world: int
     store: str
     job: str
+    skip: tuple[int, ...] = ()
+    replay_until: int | None = None
 
 
 class Refused(Message, frozen=True):
@@ -103,6 +107,14 @@ class BeginAttempt(Message, frozen=True):
     whether a snapshot is expected. ``agent`` is the id with which the agent claims: its later
     claims are no stranger's. ``claimed`` is false where the store was away: the agent has promised
     the number, and the keeper claims it before it writes anything of the attempt (S6).
+
+    A decision may ask for more. ``recover``: a rollback; the attempt goes on from exactly this
+    checkpoint, or where it is damaged from the next older one that is not known to be unsound.
+    What is newer, in memory too, is no candidate, and the attempt never begins anew. ``skip`` are
+    steps whose batches are left out. ``replay_until`` is the step that had failed: that all ranks
+    have passed it is told by the event ``replay.differed``. ``hold``: seconds from this message
+    for which the first batch waits, unless :class:`Release` comes before. ``detection_delay``:
+    seconds after which a sound checkpoint counts as healthy, for retention (S7).
     """
 
     launch: str
@@ -119,6 +131,11 @@ class BeginAttempt(Message, frozen=True):
     environment: dict[str, str] = {}
     agent: str = ""
     claimed: bool = True
+    recover: Point | None = None
+    skip: tuple[int, ...] = ()
+    replay_until: int | None = None
+    hold: float = 0.0
+    detection_delay: float = DETECTION_DELAY
 
 
 class AttemptBegun(Message, frozen=True):
@@ -162,6 +179,12 @@ class AdoptSlots(Message, frozen=True):
     """Agent (or a worker, for its own) to a new keeper, descriptors beside it. No answer."""
 
     names: tuple[SlotName, ...]
+
+
+class Release(Message, frozen=True):
+    """The verdict is there: the workers of ``attempt`` need not wait any more (``hold``)."""
+
+    attempt: int
 
 
 class Preempt(Message, frozen=True):
@@ -336,7 +359,7 @@ AnyMessage = (
     Hello | Welcome | Refused | BeginAttempt | AttemptBegun | WorkersStarted | WorkersEnded
     | SlotsHeld | AdoptSlots | Preempt | Leave | OpenSlots | SlotsOpen | AskSlot | SlotGranted
     | CutDone | CutSkipped | AwaitDurable | DurableResult | Arrived | AskOffer | Offer | Vote
-    | Elected | Fatal | Demoted | AskDemoted | Report | Goodbye | Relayed | Command
+    | Elected | Fatal | Demoted | AskDemoted | Report | Goodbye | Relayed | Command | Release
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

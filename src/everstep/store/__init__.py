@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from everstep.store.job import Job
     from everstep.store.read import Checkpoint, LoadReport, ReadRequest
     from everstep.store.records import OwnerRecord
-    from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan, Ruling
+    from everstep.store.retention import (
+        CheckpointInfo,
+        Recoverable,
+        Retention,
+        RetentionPlan,
+        Ruling,
+    )
     from everstep.store.settings import Settings
     from everstep.store.store import Store, open_store
     from everstep.store.surroundings import AroundReport
@@ -35,7 +41,7 @@ _HOMES = {
     "job": ("Job",),
     "read": ("Checkpoint", "LoadReport", "ReadRequest"),
     "records": ("OwnerRecord",),
-    "retention": ("CheckpointInfo", "Retention", "RetentionPlan", "Ruling"),
+    "retention": ("CheckpointInfo", "Recoverable", "Retention", "RetentionPlan", "Ruling"),
     "settings": ("Settings",),
     "store": ("Store", "open_store"),
     "surroundings": ("AroundReport",),
@@ -59,6 +65,7 @@ __all__ = [
     "OwnerIdentity",
     "OwnerRecord",
     "ReadRequest",
+    "Recoverable",
     "Retention",
     "RetentionPlan",
     "Ruling",

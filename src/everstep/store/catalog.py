@@ -108,20 +108,21 @@ def _info(
     if "manifest" not in named:
         world = max((w for name in named if (w := _world(name))), default=0)
         return CheckpointInfo(point, "incomplete", newest, world, size)
-    world, error = _read_manifest(folder, point)
+    manifest, error = _read_manifest(folder, point)
     return CheckpointInfo(
-        point, "committed", newest, world, size,
+        point, "committed", newest, manifest.world if manifest else 0, size,
+        health=manifest.health if manifest else None,
         error=str(error) if error is not None else "",
         newer_format=isinstance(error, NewerFormat),
         committed_at=named["manifest"].modified,
     )  # fmt: skip
 
 
-def _read_manifest(folder: Folder, point: Point) -> tuple[int, StoreError | None]:
+def _read_manifest(folder: Folder, point: Point) -> tuple[Manifest | None, StoreError | None]:
     try:
-        return folder.read(keys.manifest(point), Manifest).world, None
+        return folder.read(keys.manifest(point), Manifest), None
     except (CorruptObject, NewerFormat, ObjectMissing) as error:
-        return 0, error
+        return None, error
 
 
 def _names(point: Point, objects: Iterable[ObjectInfo]) -> dict[str, ObjectInfo]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from everstep.core import points
+from everstep.core.health import together
 from everstep.core.ids import Point
 from everstep.core.layout import ITEMSIZE
 from everstep.errors import CommitRefused, ObjectMissing, StoreError, UsageError
@@ -62,6 +63,7 @@ def build_manifest(indexes: Sequence[tuple[Index, bytes]], settings: Settings) -
             RankEntry(keys.index(i.point, i.rank, i.world), len(data), digest(data))
             for i, data in indexes
         ),
+        health=together(index.health for index, _ in indexes),
     )
 
 

@@ -7,8 +7,11 @@ take, or whether a process lives. Called by: keeper, train, agent, cli, drill.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 
 from everstep.core.clock import Clock
+from everstep.core.health import DETECTION_DELAY
 from everstep.core.history import Entry
 from everstep.core.ids import Point
 from everstep.core.layout import Snapshot
@@ -30,7 +33,7 @@ from everstep.store.folder import Folder
 from everstep.store.history import Listing, MergeReport
 from everstep.store.read import Checkpoint
 from everstep.store.records import OwnerRecord, Proof
-from everstep.store.retention import CheckpointInfo, Retention, RetentionPlan
+from everstep.store.retention import CheckpointInfo, Recoverable, Retention, RetentionPlan
 from everstep.store.surroundings import AroundReport
 from everstep.store.sweep import SweepReport
 from everstep.store.verify import VerifyReport
@@ -167,11 +170,24 @@ class Job:
         """
         return history.record(self._folder, entry)
 
-    def history(self, known: Listing | None = None) -> Listing:
+    def history(
+        self, known: Listing | None = None, *, cache: PathLike[str] | None = None
+    ) -> Listing:
         """All records that can be read, in order, and the names of those that cannot. What
-        ``known``, an earlier answer, has is not read again.
+        ``known``, an earlier answer, has is not read again, nor what lies below ``cache``, a folder
+        for what can be lost at any time; where both are given, ``known`` counts.
         """
-        return history.read(self._folder, known)
+        if cache is None or known is not None:
+            return history.read(self._folder, known)
+        # Few processes read a history, and sqlite3 is not loaded in those that do not.
+        from everstep.store import cache as beside
+
+        return beside.read(self._folder, Path(cache))
+
+    def store_time(self) -> float:
+        """Seconds since the epoch by the clock that stamps this store's objects; asking it writes
+        a small object."""
+        return self._folder.store_time()
 
     def merge_history(self, local: Job) -> MergeReport:
         """Bring here what was recorded in ``local``, the same job in a store on a local disk,
@@ -184,6 +200,17 @@ class Job:
     def checkpoints(self) -> Sequence[CheckpointInfo]:
         """Everything there is, newest first: committed, incomplete and tombstoned."""
         return catalog.checkpoints(self._folder)
+
+    def recovery_points(
+        self, *, now: float | None = None, detection_delay: float = DETECTION_DELAY
+    ) -> Sequence[Recoverable]:
+        """What the job could go back to, oldest first: the checkpoints of the current lineage that
+        are not known to be damaged, and which of them are healthy. ``now`` is in the store's time;
+        None asks the store.
+        """
+        folder = self._folder
+        at = folder.store_time() if now is None else now
+        return retention.recoverable(catalog.checkpoints(folder), now=at, delay=detection_delay)
 
     def open_checkpoint(self, point: Point) -> Checkpoint:
         """Manifest and indexes read and checked. Raises ``ObjectMissing``, ``CorruptObject``,

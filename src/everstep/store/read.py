@@ -16,6 +16,7 @@ import msgspec
 
 from everstep.core import points
 from everstep.core.clock import Clock
+from everstep.core.health import together
 from everstep.core.ids import Point
 from everstep.core.layout import ITEMSIZE, SHARED, Box, RankState
 from everstep.errors import CorruptObject, ObjectMissing, StateMismatch, UsageError
@@ -208,6 +209,8 @@ def open_checkpoint(folder: Folder, point: Point, clock: Clock) -> Checkpoint:
         raise _corrupt(key, str(error)) from error
     if manifest.facts != indexes[0].facts:
         raise _corrupt(key, "other facts than rank 0's")
+    if manifest.health != together(index.health for index in indexes):
+        raise _corrupt(key, "another health than its indexes together")
     return Checkpoint(folder, manifest, indexes, clock)
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from everstep.core.health import Health
 from everstep.core.history import Kind as HistoryKind
 from everstep.core.ids import Point
 from everstep.errors import CorruptObject, NewerFormat
@@ -96,7 +97,9 @@ class BranchRecord(Record, frozen=True):
     environment: dict[str, str]
 
 
-class Index(Record, frozen=True):
+class Index(Record, frozen=True, omit_defaults=True):
+    """``health`` stands in version 2 alone; without it the bytes are those of version 1."""
+
     job: str
     point: Point
     layout: str
@@ -110,6 +113,7 @@ class Index(Record, frozen=True):
     state_chunks: tuple[ChunkEntry, ...]
     state_bytes: int
     refs: tuple[RefEntry, ...]
+    health: Health | None = None
 
 
 class RankEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -120,7 +124,9 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     digest: bytes
 
 
-class Manifest(Record, frozen=True):
+class Manifest(Record, frozen=True, omit_defaults=True):
+    """``health`` as in :class:`Index`: the worst of each rank's."""
+
     job: str
     point: Point
     layout: str
@@ -130,6 +136,7 @@ class Manifest(Record, frozen=True):
     bytes: int
     facts: dict[str, str]
     ranks: tuple[RankEntry, ...]
+    health: Health | None = None
 
 
 class Tombstone(Record, frozen=True):
@@ -202,6 +209,7 @@ class HistoryRecord(Record, frozen=True):
 class Kind(NamedTuple):
     code: bytes
     version: int
+    """The newest that this everstep reads."""
     bound: int
     """Bytes that an object of this kind may have at most."""
 
@@ -210,8 +218,8 @@ _SMALL = 1 << 20
 KINDS: dict[type[Record], Kind] = {
     Claim: Kind(b"clai", 1, _SMALL),
     BranchRecord: Kind(b"bran", 1, _SMALL),
-    Index: Kind(b"indx", 1, 1 << 30),
-    Manifest: Kind(b"mani", 1, 64 << 20),
+    Index: Kind(b"indx", 2, 1 << 30),
+    Manifest: Kind(b"mani", 2, 64 << 20),
     Tombstone: Kind(b"tomb", 1, _SMALL),
     Swept: Kind(b"swep", 1, _SMALL),
     Footer: Kind(b"foot", 1, 1 << 30),
@@ -229,8 +237,15 @@ def encode(record: Record) -> bytes:
     """The framed bytes of a record; equal records give equal bytes."""
     kind = KINDS[type(record)]
     body = msgspec.msgpack.encode(record, order="deterministic")
-    head = _HEAD.pack(MAGIC, kind.code, kind.version, len(body))
+    head = _HEAD.pack(MAGIC, kind.code, _version(record, kind), len(body))
     return head + digest(head + body) + body
+
+
+def _version(record: Record, kind: Kind) -> int:
+    """The oldest version that has all members: who reads only that one can read this."""
+    if isinstance(record, Index | Manifest) and record.health is None:
+        return 1
+    return kind.version
 
 
 def decode(data: bytes, record: type[R], key: str) -> R:

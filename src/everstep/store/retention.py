@@ -6,10 +6,11 @@ Called by: job, which gathers the facts and executes the plan.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from everstep.core.health import DETECTION_DELAY, Health
 from everstep.core.ids import Point
 from everstep.store.records import Proof
 
@@ -22,7 +23,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     ``error`` says why its manifest cannot be read, ``newer_format`` that a later version can.
     ``committed_at`` is of the manifest: what damages an object later may make it newer.
     ``undecided``: a branch is missing or cannot be read, so that nobody knows whether the point is
-    on the current lineage.
+    on the current lineage. ``health`` is None where none was written down.
     """
 
     point: Point
@@ -36,20 +37,28 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     newer_format: bool = False
     committed_at: float | None = None
     undecided: bool = False
+    health: Health | None = None
 
     @property
     def sound(self) -> bool:
         """Committed, and not known to be damaged."""
         return self.state == "committed" and not self.error and self.verified != "damaged"
 
+    def healthy(self, *, now: float, delay: float) -> bool:
+        """Whether its bytes are sound, its values were, and it is ``delay`` seconds old: what is
+        wrong with it would have shown by now. ``now`` is the store's time."""
+        aged = self.committed_at is not None and now - self.committed_at >= delay
+        return self.sound and aged and self.health is not None and self.health.sound
+
 
 class Retention(msgspec.Struct, frozen=True):
-    """``keep_last`` checkpoints of the current lineage are kept (at least 1), and whatever is
-    younger than ``grace_seconds``.
+    """``keep_last`` checkpoints of the current lineage are kept (at least 1), the newest one that
+    is healthy after ``detection_delay``, and whatever is younger than ``grace_seconds``.
     """
 
     keep_last: int = 3
     grace_seconds: float = 600.0
+    detection_delay: float = DETECTION_DELAY
 
 
 class Ruling(msgspec.Struct, frozen=True):
@@ -102,7 +111,9 @@ class _Judge:
         keep_last = max(1, policy.keep_last)
         self._last = frozenset(good[-keep_last:])
         self._full = len(good) >= keep_last
-        self._proved = _newest_proved(infos)
+        self._proved = _newest_of([i for i in infos if i.sound and i.verified == "bytes"])
+        delay = policy.detection_delay
+        self._healthy = _newest_of([i for i in infos if i.healthy(now=now, delay=delay)])
 
     def rule(self, info: CheckpointInfo) -> tuple[bool, str]:
         """Whether a point goes, and why."""
@@ -116,6 +127,8 @@ class _Judge:
             return False, f"one of the last {self._policy.keep_last}"
         if info.point in self._proved:
             return False, "the last verified"
+        if info.point in self._healthy:
+            return False, "the last healthy"
         if not self._full:
             return False, f"the lineage has fewer than {self._policy.keep_last} good ones"
         if info.on_lineage and not info.sound and info.point > min(self._last):
@@ -141,7 +154,24 @@ class _Judge:
         return False, "being written"
 
 
-def _newest_proved(infos: Sequence[CheckpointInfo]) -> Collection[Point]:
-    proved = [i for i in infos if i.sound and i.verified == "bytes"]
-    preferred = [i for i in proved if i.on_lineage] or proved
+def _newest_of(infos: Sequence[CheckpointInfo]) -> Collection[Point]:
+    """The newest, of the current lineage where one is on it."""
+    preferred = [i for i in infos if i.on_lineage] or infos
     return {preferred[-1].point} if preferred else set()
+
+
+class Recoverable(NamedTuple):
+    """A checkpoint that the job could go back to, in the form that the decision core takes."""
+
+    point: Point
+    tier: str
+    healthy: bool
+
+
+def recoverable(
+    found: Iterable[CheckpointInfo], *, now: float, delay: float
+) -> tuple[Recoverable, ...]:
+    """Those of ``found`` that are on the current lineage and not known to be damaged, oldest
+    first."""
+    infos = sorted((i for i in found if i.sound and i.on_lineage), key=lambda i: i.point)
+    return tuple(Recoverable(i.point, "store", i.healthy(now=now, delay=delay)) for i in infos)

@@ -106,6 +106,7 @@ class _Part:
             state_chunks=state,
             state_bytes=len(snapshot.state),
             refs=tuple(ref_entry(ref) for ref in self._state.refs),
+            health=self._state.health,
         )
 
 

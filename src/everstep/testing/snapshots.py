@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from everstep.core.health import Health
 from everstep.core.layout import (
     ITEMSIZE,
     SHARED,
@@ -68,6 +69,7 @@ def snapshot(
     tensors: tuple[Tensor, ...] = TINY,
     seed: int = 0,
     layout: str = "1a",
+    health: Health | None = None,
 ) -> Snapshot:
     """One rank's snapshot: its part of the split tensors, all of its own ones."""
     pieces = []
@@ -80,7 +82,8 @@ def snapshot(
         if box is not None:
             pieces.append((ref, box, True))
     placed = place(pieces, layout=layout, world=world, rank=rank)
-    state = RankState(step, tuple(refs), {"tied": "w"}, f"objects of rank {rank}".encode())
+    objects = f"objects of rank {rank}".encode()
+    state = RankState(step, tuple(refs), {"tied": "w"}, objects, health)
     payload = _payload(placed, {t.fqn: t for t in tensors}, step, seed)
     return Snapshot(step, attempt, placed, payload, memoryview(msgspec.msgpack.encode(state)))
 

@@ -1,8 +1,8 @@
 """What happens at a step boundary: post it, obey a stop, take the published cut.
 
-Owns: the order of these and the decision what a failing cut means here (R1 raises, everything
-else is reported and training goes on, R3). Never does: choose the step of a cut (R2). Called by:
-:class:`everstep.train.run.Run`.
+Owns: the order of these and the decision what a failing cut means here (R1 and values that are no
+numbers raise, everything else is reported and training goes on, R3). Never does: choose the step
+of a cut (R2). Called by: :class:`everstep.train.run.Run`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from contextlib import contextmanager
 from everstep.core import exits
 from everstep.core.events import counted
 from everstep.core.settings import Settings, variable
-from everstep.errors import EverstepError, JobOwned, MemoryTooSmall, NotDurable, PendingGradients
+from everstep.errors import (
+    EverstepError,
+    JobOwned,
+    MemoryTooSmall,
+    NonFinite,
+    NotDurable,
+    PendingGradients,
+)
 from everstep.train.connect import Connection
 from everstep.train.cut import Cutter
+from everstep.train.finite import Finite
 from everstep.train.place import Place
 from everstep.train.session import Session
 from everstep.train.since import Beside
@@ -49,8 +57,14 @@ class Boundary:
     """The boundaries of one attempt on one rank."""
 
     def __init__(
-        self, session: Session, connection: Connection, settings: Settings, place: Place
+        self,
+        session: Session,
+        connection: Connection,
+        settings: Settings,
+        place: Place,
+        finite: Finite,
     ) -> None:
+        self._finite = finite
         self._session = session
         self._connection = connection
         self._settings = settings
@@ -83,7 +97,9 @@ class Boundary:
 
     def pass_step(self, step: int) -> None:
         """``step`` is finished. Raises :class:`Preempted` where the job stops here,
-        :class:`PendingGradients` (R1), and :class:`JobOwned` where another has taken it over."""
+        :class:`PendingGradients` (R1), :class:`NonFinite` where it gave no numbers, and
+        :class:`JobOwned` where another has taken the job over."""
+        self._finite.look(step)  # before anybody may take it for a boundary
         now = time.monotonic_ns()
         self._connection.post_boundary(step, now, now - self._step_began)
         if self._first:
@@ -238,8 +254,8 @@ class Boundary:
                     "cut.no_slot", f"no slot came free for step {step}", step=step, level="warning"
                 )
                 return False
-            self._cutter.cut(step, index, persist=persist, sequence=sequence)
-        except (PendingGradients, JobOwned):
+            self._cut(step, index, persist=persist, sequence=sequence)
+        except (PendingGradients, JobOwned, NonFinite):
             raise
         except MemoryTooSmall as small:
             self._refuse_small_memory(step, small, sequence)
@@ -248,6 +264,14 @@ class Boundary:
             self._connection.cut_failed(step, failed, sequence)
             return False
         return True
+
+    def _cut(self, step: int, index: int, *, persist: bool, sequence: int) -> None:
+        began = time.monotonic()
+        health = self._finite.before_cut(step, nbytes=self._cutter.nbytes, whole=persist)
+        self._cutter.cut(
+            step, index, persist=persist, sequence=sequence, health=health, began=began
+        )
+        self._finite.cut_taken()
 
     def _await_keeper(self, deadline: float) -> None:
         """Where the keeper is away, take the steps of the way back until it is here."""

@@ -28,6 +28,8 @@ from everstep.train.place import Place
 from everstep.train.voice import Voice
 
 CONNECT_SECONDS = 60.0
+_HOLD_POLL = 0.002
+"""Seconds between two looks at the page, which wakes nobody."""
 
 
 def connect(settings: Settings, place: Place, voice: Voice) -> Connection:
@@ -136,6 +138,30 @@ class Connection:
             )
             self.say("keeper.unreachable", text, level="error", loud=True)
 
+    # -- what a decision asks of this attempt
+
+    @property
+    def skip(self) -> frozenset[int]:
+        """Steps whose batches are left out."""
+        return self.link.skip
+
+    @property
+    def replay_until(self) -> int | None:
+        """The step that had failed, where it is replayed."""
+        return self.link.replay_until
+
+    def is_held(self) -> bool:
+        """Whether the first batch has to wait now."""
+        return time.monotonic_ns() < self.link.page.held_until()
+
+    def await_release(self) -> float:
+        """Wait as long as the keeper holds this attempt's first batch; how many seconds. A keeper
+        that has died holds nobody."""
+        began, page = time.monotonic(), self.link.page
+        while self.keep_alive() and self.link.page is page and self.is_held():
+            time.sleep(_HOLD_POLL)
+        return time.monotonic() - began
+
     # -- cuts
 
     def open_slots(self, geometry: Geometry) -> tuple[Slot, Slot]:
@@ -203,6 +229,7 @@ def _begin(settings: Settings, place: Place) -> BeginAttempt:
         token=token,
         policy=_policy(settings),
         keep_last=settings.keep_last,
+        detection_delay=settings.detection_delay,
     )
 
 

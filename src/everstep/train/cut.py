@@ -11,6 +11,7 @@ import time
 
 import msgspec
 
+from everstep.core.health import Health
 from everstep.core.layout import RankLayout
 from everstep.core.points import reach
 from everstep.errors import KeeperError
@@ -71,19 +72,36 @@ class Cutter:
             capture = self._planned(live)
             self._slot(capture.layout, msgspec.msgpack.encode(live.rank_state()), 0)
 
-    def cut(self, step: int, index: int, *, persist: bool, sequence: int = 0) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a cut copies, 0 before the first plan."""
+        return 0 if self._capture is None else self._capture.layout.payload_bytes
+
+    def cut(
+        self,
+        step: int,
+        index: int,
+        *,
+        persist: bool,
+        sequence: int = 0,
+        health: Health | None = None,
+        began: float | None = None,
+    ) -> None:
         """Copy the state of ``step`` into slot ``index``; ``sequence`` is the cut's,
-        equal on all ranks that take part in it.
+        equal on all ranks that take part in it. ``health`` goes with it. ``began``: since when
+        training waits for it (seconds of CLOCK_MONOTONIC), None for now.
 
         Raises what reading the objects raises, and :class:`~everstep.errors.KeeperError` where
         there is no memory to copy into.
         """
-        began = time.monotonic()
+        began = time.monotonic() if began is None else began
         reach("train.cut.before")
         self._learn_demotions()
         live = self._session.resolve(step)
         capture = self._planned(live)
-        state = msgspec.msgpack.encode(live.rank_state())
+        if health is not None and self._session.attached.demoted:
+            health = msgspec.structs.replace(health, replicas="differ")
+        state = msgspec.msgpack.encode(msgspec.structs.replace(live.rank_state(), health=health))
         slot = self._slot(capture.layout, state, index)
         slot.begin()
         reach("train.cut.begun")

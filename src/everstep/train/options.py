@@ -59,7 +59,9 @@ class Options:
     sampler (fast; not exact where the dataset draws random numbers in loader workers).
     ``deterministic_dataset``: your word that the loader's dataset and collate function draw no
     random numbers in its workers: a resume then skips at the sampler, which is exact, and
-    persistent workers are kept.
+    persistent workers are kept. ``nonfinite``: what is done where a value is no finite number:
+    ``"stop"``, ``"warn"`` or ``"off"`` (see the setting of that name). ``watched``: the figures of
+    ``run.log`` that must be finite.
 
     Raises :class:`~everstep.errors.UsageError` naming the field whose value cannot be.
     """
@@ -72,6 +74,8 @@ class Options:
     replicated: tuple[str, ...] = ()
     inexact_data: Literal["replay", "skip"] = "replay"
     deterministic_dataset: bool = False
+    nonfinite: Literal["stop", "warn", "off"] | None = None
+    watched: tuple[str, ...] = ("loss", "grad_norm")
 
     def __post_init__(self) -> None:
         for name, (holds, allowed) in _ALLOWED.items():
@@ -122,6 +126,11 @@ _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
         "'replay' or 'skip'",
     ),
     "deterministic_dataset": (lambda value: isinstance(value, bool), "True or False"),
+    "nonfinite": (
+        lambda value: isinstance(value, str) and value in ("stop", "warn", "off"),
+        "'stop', 'warn' or 'off'",
+    ),
+    "watched": (_are_keywords, "a tuple of names of run.log(), such as ('loss',)"),
 }
 _DEFAULTS = {item.name: item.default for item in fields(Options)}
 
@@ -136,7 +145,7 @@ def effective(
     told = from_environment(environment)
     said = named(environment)
     chosen: dict[str, object] = {}
-    for name in ("store", "job", "snapshot_every", "checkpoint_every", "keep_last"):
+    for name in _FORMS:
         value = getattr(options, name)
         if value is not None and name not in said:
             chosen[name] = _FORMS[name](value)
@@ -203,6 +212,6 @@ def _seconds(value: float | str) -> float:
 
 _FORMS: dict[str, Callable[[Any], object]] = {
     "store": str, "job": str, "snapshot_every": int, "checkpoint_every": _seconds,
-    "keep_last": int,
+    "keep_last": int, "nonfinite": str,
 }  # fmt: skip
 """The plain form of each choice, whatever subclass or number type the script has it in."""

@@ -19,10 +19,12 @@ from everstep.core.settings import Settings, misspelt
 from everstep.errors import EverstepError, NotDurable, UsageError
 from everstep.keeper.identity import started_at
 from everstep.train.admission import admit, check_objects, closed, opened
+from everstep.train.asked import Asked
 from everstep.train.boundary import Boundary, Preempted
 from everstep.train.calls import explained
 from everstep.train.connect import Connection, connect
 from everstep.train.data import DataFeed
+from everstep.train.finite import Finite
 from everstep.train.leaving import Leaving, ends_by_exception, left_in_order
 from everstep.train.options import Options, check_claimed, effective, overruled, whole
 from everstep.train.place import Place, read_place
@@ -69,13 +71,17 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
             session = Session(objects, place, options, feed)
             doubts = (overruled(options, settings), session.unsaved())
         undo.callback(session.close)
+        finite = Finite(
+            session.attached, session.since, place, voice.say, mode=settings.nonfinite,
+            watched=options.watched,
+        )  # fmt: skip
         connection = connect(settings, place, voice)
         undo.pop_all()
     if not settings.attempt and (wrong := misspelt(os.environ)):
         voice.warn(wrong)
     for doubt in filter(None, doubts if place.rank == 0 else ()):
         voice.warn(doubt)
-    return Run(session, connection, settings, place, feed, voice)
+    return Run(session, connection, settings, place, feed, voice, finite)
 
 
 class Run:
@@ -94,6 +100,7 @@ class Run:
         place: Place,
         feed: DataFeed | None,
         voice: Voice,
+        finite: Finite,
     ) -> None:
         self.step = 0
         self.at_boundary = False
@@ -107,7 +114,9 @@ class Run:
         self._batches: Iterator[Any] | None = None
         self._standing: _Standing = "boundary"
         self._asked_for: _Asked | None = None
-        self._boundary = Boundary(session, connection, settings, place)
+        self._finite = finite
+        self._asked = Asked(connection, session.since)
+        self._boundary = Boundary(session, connection, settings, place, finite)
         self._restorer = Restorer(session, connection, settings, place)
         self._leaving = Leaving(session.since, self._boundary, voice, settings, place)
         self._counted = False
@@ -130,10 +139,13 @@ class Run:
             try:
                 with self._boundary.before_the_first(), self._fatal_errors():
                     self.step = self._restorer.restore()
+                    self._asked.await_verdict()
             except Preempted as stop:
                 self._leave(stop.exit_code, str(stop))
             self._boundary.start(self.step, durable=self._restorer.durable)
             self._session.since.start()
+            self._finite.replay_until = self._connection.replay_until
+            self._finite.start()
             self._restored = True
         return self.step
 
@@ -145,9 +157,13 @@ class Run:
         the loop's body is the step boundary. When the last step is done, its checkpoint is
         committed before the loop ends; a finished job yields nothing. Where the body is left by
         ``break`` or ``return`` after the optimizer has stepped, that step counts and is committed
-        as well; all ranks must leave at the same step. Raises
+        as well; all ranks must leave at the same step.
+
+        Where a decision leaves the batches of a step out (they gave no finite values), they are
+        drawn and not given to the body: the step counts, and no optimizer steps in it. Raises
         :class:`~everstep.errors.PendingGradients` where a boundary holds gradients that no
-        optimizer step has used.
+        optimizer step has used, :class:`~everstep.errors.NonFinite` where a logged figure or a
+        parameter is no finite number.
         """
         for name, value, least in (("until", until, 0), ("accumulate", accumulate, 1)):
             if not whole(value, least):
@@ -156,9 +172,14 @@ class Run:
         self.restore()
         self._finished = False  # a loop before may have had a smaller until
         while self.step < until:
-            for micro in range(accumulate):
-                self.at_boundary = micro == accumulate - 1
-                yield from self._body()
+            if self._asked.leaves_out(self.step + 1):
+                with self._fatal_errors():
+                    drawn = accumulate if self._feed is not None else 0
+                    self._asked.leave_out(self.step + 1, drawn, self._next)
+            else:
+                for micro in range(accumulate):
+                    self.at_boundary = micro == accumulate - 1
+                    yield from self._body()
             self._end_step()
         self._finish()
 
@@ -175,7 +196,21 @@ class Run:
             return  # the end of this step was known when the loop was left
         if self._standing == "body":
             raise UsageError("step_end() came inside run.steps(), which ends the step by itself.")
+        with self._fatal_errors():
+            self._asked.check_ended(self.step + 1)
         self._end_step()
+
+    @explained("Ask run.skips(run.step + 1) before the step's batches are used.")
+    def skips(self, step: int) -> bool:
+        """Whether the batches of ``step`` (the first is 1) are to be left out, because a decision
+        says that they give no finite values and the user allows it.
+
+        For a loop of your own: draw them, throw them away, do no optimizer step, and call
+        :meth:`step_end`. A loop that does not ask ends with an error where a step is to be left
+        out. :meth:`steps` does it by itself.
+        """
+        self._check_restored("skips()")
+        return self._asked.loop_asks(step)
 
     @explained("run.checkpoint(wait=True, timeout=600.0)")
     def checkpoint(self, *, wait: bool = False, timeout: float = 600.0) -> bool:
@@ -185,7 +220,8 @@ class Run:
         the end of the body, because only there a step is whole; in a loop of your own it is taken
         at once, so call it right after :meth:`step_end`. ``wait`` waits there up to ``timeout`` s
         for the commit. The answer is whether the step is committed now (always False without
-        ``wait``, and inside the body). A save that fails never raises: an event names the cause.
+        ``wait``, and inside the body). A save that fails never raises: an event names the cause. A
+        state that is not a number is no save that fails: :class:`~everstep.errors.NonFinite`.
         """
         self._check_restored("checkpoint()")
         if self._standing == "left":
@@ -205,10 +241,13 @@ class Run:
         """Note figures of the step that is being computed (numbers or 0-d tensors).
 
         They go to the journal of events where one was asked for; a tensor is read only then,
-        because reading it makes a device wait. Raises :class:`~everstep.errors.UsageError` for
-        what is no figure.
+        because reading it makes a device wait. ``loss`` and ``grad_norm`` (or what
+        ``Options(watched=...)`` names) must be finite in a step that an optimizer uses: they are
+        looked at when the step ends, those on a device without waiting for it. Raises
+        :class:`~everstep.errors.UsageError` for what is no figure.
         """
         check_figures(values)
+        self._finite.note(values)
         self._voice.log_values(self.step + 1, values)
 
     def close(self) -> None:
@@ -230,7 +269,7 @@ class Run:
             return  # a forked child that ends: the connection and the rest are the parent's
         if self._finished and self._leaving.until is not None:
             self._boundary.report_finished(self.step, self._leaving.until)
-        elif not ends_by_exception(self._error_before):
+        elif self._finite.found is None and not ends_by_exception(self._error_before):
             self._leaving.close(
                 self.step, restored=self._restored, in_body=self._standing != "boundary",
                 exiting=exiting,

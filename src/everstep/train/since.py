@@ -71,6 +71,11 @@ class Since:
     def stepped(self) -> bool:
         return bool(self._stepped)
 
+    @property
+    def watches_optimizers(self) -> bool:
+        """Whether any is attached: else nobody knows whether one has stepped."""
+        return bool(self._optimizers)
+
     def start(self) -> None:
         """Training begins here, at the step that was restored."""
         self._begin()

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from everstep.core import exits
 from everstep.core.settings import variable
-from everstep.errors import EverstepError, NoRecoveryPoint
+from everstep.errors import EverstepError, NonFinite, NoRecoveryPoint
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -37,8 +37,10 @@ def hook(before: Hook, environment: Mapping[str, str]) -> Hook:
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = final_code(error)
-        if code is not None or isinstance(error, KeyboardInterrupt):
+        if code is not None or isinstance(error, KeyboardInterrupt | NonFinite):
             _cut_to_the_script(error, trace)
+        if isinstance(error, NonFinite):
+            _recorded(error, environment.get("TORCHELASTIC_ERROR_FILE", ""))  # rank and step
         if code is None:
             before(kind, error, trace)
             return

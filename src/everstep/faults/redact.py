@@ -1,0 +1,233 @@
+"""Secrets out of texts, before anything is stored.
+
+Owns: the forms of tokens, keys, passwords and signed addresses, and what stands in their place.
+Never does: I/O. Called by: the agent's watch and whoever stores evidence or a verdict.
+
+Patterns are those of RE2: time grows with the text's length and nothing else. They work on bytes,
+so text that is no UTF-8 hides nothing. What is left over must still be of use: names of variables,
+hosts and users stay, and so do digests, commit hashes, paths and the words of ordinary lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import re2
+
+GONE = "[redacted]"
+ROUNDS = 4
+"""One pass may bring two parts together that are a secret only then; more never came up."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_WORD = (
+    r"(?:[a-z0-9_.-]*[_.-])?(?:password|passwd|passphrase)|[a-z0-9_.-]*[a-z0-9][_.-]pwd|(?-i:Pwd)"
+)
+"""Names, in any case, of passwords. PWD by itself is a folder."""
+_NAME = (
+    r"(?:[a-z0-9_.-]*[_.-])?(?:api|secret|private|encryption|signing|account|subscription"
+    r"|access|secret[_-]?access|shared[_-]?access)[_-]?key(?:[_-]?id)?"
+    r"|(?:[a-z0-9_.-]*[_.-])?(?:client|app|webhook|shared|jwt|oauth|consumer|token)[_-]?secret"
+    r"|(?:[a-z0-9_.-]*[_.-])?(?:access|auth|refresh|id|session|security|bearer|api|oauth|csrf"
+    r"|secret|private|personal|deploy|bot|user|hub|hf|github|gitlab|slack|wandb|vault"
+    r"|registry)[_-]?token"
+    r"|shared[_-]?access[_-]?signature|x-vault-token|x-amz-security-token|x-auth-token"
+)
+"""Names, in any case, of other secrets."""
+_ENV = r"[A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|KEY|PASS|PAT|CREDENTIALS?)"
+"""Names of environment variables whose value is one where it looks like one."""
+_QUERY = (
+    r"X-Amz-Signature|X-Amz-Credential|X-Amz-Security-Token|X-Goog-Signature|X-Goog-Credential"
+    r"|AWSAccessKeyId|GoogleAccessId|Signature|Key-Pair-Id|Policy|sig|sas|token|access_token"
+    r"|id_token|refresh_token|auth|api_key|apikey|api-key|key|secret|client_secret|password|passwd"
+    r"|pwd|code"
+)
+_VALUE = r""""[^"\n]*"|'[^'\n]*'|[^\s"',;&<>(){}\[\]]+"""
+_SETS = r"""\\?['"]?(?:=|:\s*|\s*=>\s*|\\?['"]\s*[:,]\s*)"""
+"""Between a name and its value: of a shell, of YAML, of JSON, of a tuple's text."""
+_PEM = r"(?:\\[nr]|\s)*"
+_LIMIT = r"(?:[^A-Za-z0-9_]|^)"
+"""What stands before a token: RE2 has no look-behind."""
+_FREE = r"(?:[^A-Za-z0-9_/]|^)"
+"""What stands before a name: a file may be named for what is in it."""
+
+_KEPT = frozenset(("none", "null", "true", "false", "nil", "undefined", "yes", "no", "unset"))
+_TRIVIAL = frozenset("*x.-#?")
+
+
+class _Rule(NamedTuple):
+    """``text`` is looked for; its group (all of it where there is none) is replaced, where ``when``
+    says so of what was found there."""
+
+    text: str
+    when: Callable[[str], bool] = bool
+
+
+def _mixed(value: str) -> bool:
+    """Letters and figures: what a word, a number or a name of code seldom is."""
+    return any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
+
+
+def _said(value: str) -> bool:
+    """A value that says something."""
+    bare = value.strip("\"' ")
+    return len(bare) > 1 and bare.lower() not in _KEPT and not set(bare) <= _TRIVIAL
+
+
+def _secret(value: str) -> bool:
+    """A value that says something, and is no count or index."""
+    bare = value.strip("\"' ")
+    return _said(value) and not (bare.isdigit() and len(bare) < 10)
+
+
+def _env(value: str) -> bool:
+    """A value of a variable: no path, no number, nothing short, no word of a few letters."""
+    bare = value.strip("\"' ")
+    return len(bare) >= 8 and not bare.startswith(("/", "./", "~", "<")) and (
+        _mixed(bare) or len(bare) >= 20
+    )  # fmt: skip
+
+
+def _code(value: str) -> bool:
+    """The right side of ``name = value`` with spaces is code in tracebacks, or a setting in a file:
+    the latter is quoted or no name."""
+    bare = value.strip("\"' ")
+    return _said(value) and (value != bare or (_mixed(bare) and len(bare) >= 12))
+
+
+def _base64(value: str) -> bool:
+    """A line of a key, of which the header stands in another record: evenly mixed letters."""
+    upper, lower = (sum(c.isupper() for c in value), sum(c.islower() for c in value))
+    return upper >= 12 and lower >= 12 and sum(c.isdigit() for c in value) >= 4
+
+
+_RULES: tuple[_Rule, ...] = (
+    _Rule(
+        rf"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+        rf"(?:{_PEM}(?:Proc-Type|DEK-Info|Version|Comment):[^\n\\]*)*(?:{_PEM}[A-Za-z0-9+/=]{{16,}})*"
+        rf"(?:{_PEM}(?:[A-Za-z0-9+/=]+{_PEM})?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)?"
+    ),
+    _Rule(r"(?m)(?:^|[\s:])([A-Za-z0-9+/]{64}|[A-Za-z0-9+/]{70})(?:\s|$)", _base64),
+    _Rule(rf"{_LIMIT}(eyJ[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{8,}}(?:\.[A-Za-z0-9_-]*)*)"),
+    # Tokens that show by their beginning whose they are.
+    _Rule(
+        rf"{_LIMIT}(hf_[A-Za-z0-9]{{20,}}|api_org_[A-Za-z0-9]{{20,}}|gh[pousr]_[A-Za-z0-9]{{20,}}"
+        r"|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}|xox[a-z]-[A-Za-z0-9-]{10,}"
+        r"|xapp-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}"
+        r"|ya29\.[A-Za-z0-9_-]{20,}|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{30,}"
+        r"|pypi-[A-Za-z0-9_-]{30,}|nvapi-[A-Za-z0-9_-]{20,}|dapi[0-9a-f]{32}|dckr_pat_[A-Za-z0-9_-]{20,}"
+        r"|hvs\.[A-Za-z0-9_-]{20,}|gsk_[A-Za-z0-9]{30,}|r8_[A-Za-z0-9]{30,}|SG\.[A-Za-z0-9_.-]{30,})"
+    ),
+    _Rule(rf"{_LIMIT}(sk-[A-Za-z0-9_-]{{16,}})", _mixed),
+    _Rule(r"hooks\.slack\.com/services/([A-Za-z0-9/_-]+)"),
+    # Addresses: passwords, users that are tokens, signatures.
+    _Rule(r"(?i)[a-z][a-z0-9+.-]*://[^\s/@:'\"<>]*:([^\s/'\"<>]+)@"),
+    _Rule(r"(?i)https?://([^\s/@:'\"<>\[\]]+)@"),
+    _Rule(rf"(?i)(?:[?&]|&amp;)(?:{_QUERY})=([^&\s'\"<>()\[\]]+)"),
+    _Rule(r"(?i)\bSignature=([A-Za-z0-9+/%=_-]{40,})"),
+    # Headers and flags.
+    _Rule(
+        r"(?i)\bauthorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic|token|digest|negotiate|apikey"
+        r"|shared\w+)\s+([^\s'\",\[\]]+)"
+    ),
+    _Rule(r"(?i)\bauthorization['\"]?\s*[:=]\s*['\"]?([^\s'\",\[\]]{12,})", _mixed),
+    _Rule(r"(?i)\bbearer\s+([A-Za-z0-9._~+/=-]{12,})", _mixed),
+    _Rule(r"(?i)\b(?:set-)?cookie['\"]?:\s*['\"]?([^\s'\"=;,]+=[^\s'\";]+)"),
+    _Rule(rf"(?i)--(?:[a-z0-9]+-)*(?:password|passwd)(?:=|\s+)({_VALUE})", _said),
+    _Rule(
+        rf"(?i)--(?:[a-z0-9]+-)*(?:token|api-?key|secret|access-key|secret-key)(?:=|\s+)({_VALUE})",
+        _env,
+    ),
+    # name=value, name: value, "name": "value".
+    _Rule(rf"(?i){_FREE}(?:{_WORD}){_SETS}({_VALUE})", _said),
+    _Rule(rf"(?i){_FREE}(?:{_NAME}){_SETS}({_VALUE})", _secret),
+    _Rule(rf"(?i){_FREE}(?:{_WORD}|{_NAME}) = ({_VALUE})", _code),
+    _Rule(rf"{_LIMIT}(?:{_ENV})['\"]?(?:=|:\s+|\s*=>\s*)({_VALUE})", _env),
+    _Rule(rf"{_LIMIT}(?:TOKEN|SECRET)=({_VALUE})", _env),
+)
+
+
+def redact(text: str) -> str:
+    """``text`` without secrets; :data:`GONE` stands in their place. A text without any is given
+    back as it is, and what is redacted stays so when it is redacted again."""
+    raw = text.encode("utf-8", "surrogatepass")
+    for _ in range(ROUNDS):
+        found = _all().Match(raw)
+        if not found:
+            break
+        before = raw
+        for number in sorted(found):
+            raw = _applied(number, raw)
+        if raw == before:
+            break
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def redacted(record: T) -> T:
+    """A record with all its texts redacted, in records inside it, too. Keys of mappings stay."""
+    changed = {}
+    for name in record.__struct_fields__:
+        before = getattr(record, name)
+        after = _value(before)
+        if after is not before:
+            changed[name] = after
+    return msgspec.structs.replace(record, **changed) if changed else record
+
+
+def _value(value: Any) -> Any:
+    """The same object where nothing in it is a secret."""
+    if isinstance(value, str):
+        text = redact(value)
+        return value if text == value else text
+    if isinstance(value, msgspec.Struct):
+        return redacted(value)
+    if isinstance(value, tuple):
+        items = tuple(_value(item) for item in value)
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    if isinstance(value, Mapping):
+        held = {key: _value(item) for key, item in value.items()}
+        return value if all(held[key] is value[key] for key in held) else held
+    return value
+
+
+def _applied(number: int, raw: bytes) -> bytes:
+    rule, pattern = _RULES[number], _patterns()[number]
+    group = 1 if pattern.groups else 0
+    parts: list[bytes] = []
+    end = 0
+    for match in pattern.finditer(raw):
+        start, stop = match.span(group)
+        value = raw[start:stop].decode("utf-8", "replace")
+        if not rule.when(value) or value.strip("\"'") == GONE:
+            continue
+        quote = raw[start : start + 1] if raw[start : start + 1] in (b'"', b"'") else b""
+        parts += (raw[end:start], quote, GONE.encode(), quote)
+        end = stop
+    return b"".join((*parts, raw[end:])) if parts else raw
+
+
+@cache
+def _options() -> re2.Options:
+    options = re2.Options()
+    options.encoding = re2.Options.Encoding.LATIN1
+    options.max_mem = 64 << 20
+    options.log_errors = False
+    return options
+
+
+@cache
+def _patterns() -> tuple[re2._Regexp, ...]:
+    return tuple(re2.compile(rule.text.encode(), _options()) for rule in _RULES)
+
+
+@cache
+def _all() -> re2.Set:
+    """All rules at once: most texts hold nothing, and are looked at only once."""
+    made = re2.Set.SearchSet(_options())
+    for rule in _RULES:
+        made.Add(rule.text)
+    made.Compile()
+    return made

@@ -1,0 +1,60 @@
+"""Who is told of a stop: a URL over real HTTP, or a real command."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from forked import Start, wait_for
+
+from everstep.core import exits
+
+FAILS = "import everstep\neverstep.Options\nraise ValueError('the shapes differ')"
+
+
+@pytest.fixture
+def receiver() -> Iterator[tuple[str, list[dict[str, object]]]]:
+    heard: list[dict[str, object]] = []
+
+    class Hear(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            del words
+
+    with HTTPServer(("127.0.0.1", 0), Hear) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/", heard
+        server.shutdown()
+        thread.join()
+
+
+def test_a_stop_is_posted(start: Start, receiver: tuple[str, list[dict[str, object]]]) -> None:
+    url, heard = receiver
+    agent = start("--max-restarts=0", "--notify", url, script=FAILS)
+    assert agent.wait() == exits.FAILED
+    wait_for(lambda: heard)
+    assert heard[-1]["format"] == "everstep.notice/1"
+    assert (heard[-1]["stopped"], heard[-1]["exit_code"]) == (True, exits.FAILED)
+    assert "--max-restarts 0 is used up" in str(heard[-1]["reason"])
+    assert agent.events("notice.sent")
+
+
+def test_a_stop_is_told_to_a_command(start: Start, tmp_path: Path) -> None:
+    agent = start("--max-restarts=0", "--notify", "tee told.json", script=FAILS)
+    assert agent.wait() == exits.FAILED
+    assert json.loads((tmp_path / "told.json").read_bytes())["action"] == "stop"
+
+
+def test_a_receiver_that_fails_is_named_and_changes_nothing(start: Start) -> None:
+    agent = start("--max-restarts=0", "--notify", "false", script=FAILS)
+    assert agent.wait() == exits.FAILED
+    assert "nobody could be told" in agent.said()
