@@ -33,7 +33,7 @@ WORDS: tuple[tuple[str, Signal, str, str, tuple[int, ...], str | None], ...] = (
     ("empty notice", said("termination notice for this node: the file is empty"), "SPOT_RECLAIM_MAINT", "restart_elsewhere", (4, 5, 6, 7), "h-b"),
     ("time is up", said("slurm watch: allocation time limit reached", source="slurm"), "TIME_LIMIT", "wait_and_retry", (), None),
     ("mount is stale", said("mount watch: mount /data (nfs4 filer:/d) of the store is stale: no answer for 12 s"), "STALE_MOUNT", "wait_and_retry", (), "h-b"),
-    ("not mounted", said("mount watch: /data (nfs4 filer:/d) is not a mount point any more: the store at /data/x lies on /"), "STALE_MOUNT", "wait_and_retry", (), None),
+    ("not mounted", said("mount watch: /data (nfs4 filer:/d) is not a mount point any more: the store at /data/x lies on /"), "STALE_MOUNT", "wait_and_retry", (), "h-b"),
     ("read-only", said("mount watch: /scratch (ext4 /dev/nvme0n1p1) of the store was remounted read-only"), "FS_READONLY_IO", "restart_elsewhere", (), "h-b"),
     ("disk", said("disk watch: the store at /ckpt: 0.0K of 1.0T free: No space left on device"), "DISK_FULL", "restart_in_place", (), "h-b"),
     ("processes", said("cgroup: fork rejected by pids controller in /job: pids.events max 4 (+2), limit 512", source="kernel"), "PROC_LIMITS", "stop", (4, 5, 6, 7), "h-b"),
@@ -174,3 +174,18 @@ def test_f2_our_own_signals_blame_nobody() -> None:
 def test_little_room_is_noted() -> None:
     verdict = judged(said("disk watch: the store at /ckpt: 9.0G of 1.0T free: space is low"))
     assert (verdict.fault, verdict.action, verdict.root_ranks) == ("DISK_FULL", "continue", ())
+
+
+def test_files_of_a_mount_that_is_gone_are_not_missing_everywhere() -> None:
+    gone = said(
+        "mount watch: /data (nfs4 filer:/d) is not a mount point any more: the data at /data lies on /"
+    )
+    error = tb("FileNotFoundError: [Errno 2] No such file or directory: '/data/shard-3.tar'")
+    logs = [Signal("log", error, rank, "h-b", 100.0) for rank in (4, 5)]
+    verdict = judged(gone, *logs)
+    assert (verdict.fault, verdict.action, verdict.root_node) == (
+        "STALE_MOUNT",
+        "wait_and_retry",
+        "h-b",
+    )
+    assert judged(*logs).fault == "DATA_MISSING"

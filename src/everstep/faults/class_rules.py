@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from everstep.faults.candidates import NOTICE, PEER, PROGRAM, WATCHDOG, Candidate, Found
+from everstep.faults.candidates import DEGRADED, NOTICE, PEER, PROGRAM, WATCHDOG, Candidate, Found
 from everstep.faults.exits import INT, KILL, TERM
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact
@@ -123,6 +123,15 @@ def _one_node(candidate: Candidate, found: Found) -> Candidate:
     domain: Domain = "host" if candidate.domain == "user_code" else candidate.domain
     return replace(candidate, domain=domain, action="restart_elsewhere", node=node,
                    why="it fails on this node and not on others")  # fmt: skip
+
+
+def _missing(candidate: Candidate, found: Found) -> Candidate:
+    """Where an agent saw the mount go, what was on it is missing since then."""
+    nodes = {found.scene.node_of(rank) for rank in candidate.ranks} - {None}
+    gone = {fact.node for fact in found.of("STALE_MOUNT") if fact.kind == "node"}
+    if nodes and nodes <= gone:
+        return replace(candidate, level=DEGRADED - 1, why="its mount is gone")
+    return _one_node(candidate, found)
 
 
 def _token(candidate: Candidate, found: Found) -> Candidate:
@@ -413,6 +422,6 @@ CLASS_RULES: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "GPU_THERMAL": _hot,
     "SIGBUS_SHM": _bus_error,
     "UNSCHEDULABLE_QUOTA": _no_room,
-    "DATA_MISSING": _one_node,
+    "DATA_MISSING": _missing,
     "ROCE_ECMP_SLOW": _slow_path,
 }

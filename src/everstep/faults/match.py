@@ -173,6 +173,11 @@ class Index:
         return tuple(numbers[:first]), tuple(_TOPICS[number - count] for number in numbers[first:])
 
 
+def facts_of(lines: Iterable[Line], catalog: Catalog) -> list[Fact]:
+    """Every fact of some lines by themselves."""
+    return Index(lines, catalog).facts()
+
+
 def _fact(pattern: Pattern, line: Line) -> Fact | None:
     if pattern.sources and line.source not in pattern.sources:
         return None
