@@ -93,16 +93,34 @@ class Meaning(msgspec.Struct, frozen=True):
     survivable: bool
 
 
+class Expression:
+    """A regular expression that is compiled when it is first looked for: of the hundreds of them
+    one incident needs a few, and the agent waits for the verdict."""
+
+    __slots__ = ("_made", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._made: re2._Regexp | None = None
+
+    def search(self, text: str) -> re2._Match | None:
+        """The first match."""
+        if self._made is None:
+            self._made = re2.compile(self.text, _quiet())
+        return self._made.search(text)
+
+
 class Pattern(msgspec.Struct, frozen=True):
-    """An entry with everything that its class says, compiled."""
+    """An entry with everything that its class says. ``captures``: it has groups; ``negative``: it
+    is a denial itself."""
 
     meaning: Meaning
     sources: frozenset[str]
     text: str
     captures: bool
     negative: bool
-    regex: re2._Regexp
-    unless: re2._Regexp | None
+    regex: Expression
+    unless: Expression | None
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -126,7 +144,10 @@ def load(*extra: Path) -> Catalog:
     :class:`~everstep.errors.BadCatalog`, which names file and entry."""
     if not extra:
         return _own()
-    return _catalog([*(_parsed(path.name, _read(path)) for path in extra), *_own_files()])
+    files = [_parsed(path.name, _read(path)) for path in extra]
+    for name, file in files:
+        check(name, file)
+    return _catalog([*files, *_own_files()])
 
 
 def parse(name: str, text: str) -> File:
@@ -166,16 +187,34 @@ def _parsed(name: str, raw: bytes) -> tuple[str, File]:
         ) from error
 
 
+def check(name: str, file: File) -> None:
+    """Every expression of a file, compiled. Raises :class:`~everstep.errors.BadCatalog`, which
+    names the entry that is wrong; those that come along are checked by a test."""
+    for fault in file.fault:
+        for number, entry in enumerate(fault.pattern, 1):
+            where = f"{name}, {fault.name}, pattern {number}"
+            if bool(entry.re) == bool(entry.xid):
+                raise BadCatalog(f"{where} has not exactly one of `re` and `xid`.")
+            regex = _compiled(where, entry.re or _of_xid(entry.xid))
+            if unknown := set(regex.groupindex) - GROUPS:
+                raise BadCatalog(
+                    f"{where} captures {sorted(unknown)}, which nothing reads.",
+                    hint=f"Groups may be named {', '.join(sorted(GROUPS))}.",
+                )
+            if entry.unless:
+                _compiled(where, entry.unless)
+
+
 def _catalog(files: Iterable[tuple[str, File]]) -> Catalog:
     known: dict[str, Fault] = {}
     patterns: list[Pattern] = []
-    for name, file in files:
+    for _, file in files:
         for fault in file.fault:
             whole = msgspec.structs.replace(fault, domain=fault.domain or file.domain)
             known.setdefault(fault.name, whole)
             patterns += (
-                _pattern(f"{name}, {fault.name}, pattern {number}", whole, each)
-                for number, entry in enumerate(fault.pattern, 1)
+                _pattern(whole, each)
+                for entry in fault.pattern
                 for each in _with_follower(entry, whole)
             )
     if UNKNOWN not in known:
@@ -209,20 +248,12 @@ def _with_follower(entry: Entry, fault: Fault) -> list[Entry]:
     return [own, told]
 
 
-def _pattern(where: str, fault: Fault, entry: Entry) -> Pattern:
-    if bool(entry.re) == bool(entry.xid):
-        raise BadCatalog(f"{where} has not exactly one of `re` and `xid`.")
+def _pattern(fault: Fault, entry: Entry) -> Pattern:
     text = entry.re or _of_xid(entry.xid)
-    regex = _compiled(where, text)
-    if unknown := set(regex.groupindex) - GROUPS:
-        raise BadCatalog(
-            f"{where} captures {sorted(unknown)}, which nothing reads.",
-            hint=f"Groups may be named {', '.join(sorted(GROUPS))}.",
-        )
     return Pattern(
-        _meaning(fault, entry), frozenset(entry.sources), text, bool(regex.groupindex),
-        _NEGATIVE.search(text) is not None, regex,
-        _compiled(where, entry.unless) if entry.unless else None,
+        _meaning(fault, entry), frozenset(entry.sources), text, "(?P<" in text,
+        _NEGATIVE.search(text) is not None, Expression(text),
+        Expression(entry.unless) if entry.unless else None,
     )  # fmt: skip
 
 
@@ -239,10 +270,8 @@ def _meaning(fault: Fault, entry: Entry) -> Meaning:
 
 
 def _compiled(where: str, text: str) -> re2._Regexp:
-    options = re2.Options()
-    options.log_errors = False
     try:
-        made = re2.compile(text, options)
+        made = re2.compile(text, _quiet())
     except re2.error as error:
         reason = error.args[0] if error.args else "it is no expression of RE2"
         said = reason.decode() if isinstance(reason, bytes) else str(reason)
@@ -253,6 +282,13 @@ def _compiled(where: str, text: str) -> re2._Regexp:
     if made.search("") is not None:
         raise BadCatalog(f"{where}: the expression {text!r} matches every line.")
     return made
+
+
+@cache
+def _quiet() -> re2.Options:
+    options = re2.Options()
+    options.log_errors = False
+    return options
 
 
 def _of_xid(numbers: tuple[int, ...]) -> str:
