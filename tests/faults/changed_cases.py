@@ -54,7 +54,7 @@ def renamed(read: Read, rng: random.Random) -> Read:
     return Read(
         Incident(
             incident.id, signals, {new[n]: r for n, r in incident.nodes.items()},
-            addresses={re.sub(r"^10\.0\.0\.", "172.19.4.", a): new[n] for a, n in incident.addresses.items()},
+            addresses={re.sub(r"^10\.0\.0\.", "172.19.4.", a): new.get(n, n) for a, n in incident.addresses.items()},
         ),
         msgspec.structs.replace(expect, root_node=node),
     )  # fmt: skip

@@ -183,7 +183,7 @@ WORDINGS: tuple[tuple[str, str, str], ...] = (
     ("L", "GLOO_CONN_CLOSED", "[rank1]:[E528 08:52:46.1 ProcessGroupGloo.cpp:145] Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"),
     ("K", "GPU_LOST", "[   21.091872] NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x22:0x56:894)"),
     ("K", "XID_79", "2026-02-14T05:03:41.120000+00:00 gpu-1 kernel: NVRM: Xid (PCI:0000:44:00): 79, pid=811, name=python, GPU has fallen off the bus."),
-    ("K", "XID_43_45", "NVRM: Xid (PCI:0000:97:00): 45, pid=18189, name=python3, Ch 00000003 caused by previous Xid 145"),
+    ("K", "XID_43_45", "NVRM: Xid (PCI:0000:97:00): 45, pid=18189, name=python3, Ch 00000003 caused by previous Xid 43"),
     ("L", "CONFIG_INVALID", "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.19.3"),
     ("L", "CONFIG_INVALID", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
     ("P", "STALE_MOUNT", "Warning  FailedMount  kubelet  MountVolume.SetUp failed for volume \"lake\" : mount failed: exit status 32"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from everstep.errors import BadCatalog
-from everstep.faults.catalog import load, parse
+from everstep.faults.catalog import check, load, parse
 from everstep.faults.judge import judge
 from everstep.faults.read import log
 
@@ -68,6 +69,14 @@ def test_a_bad_file_is_refused_by_name_and_entry(tmp_path: Path, text: str, said
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCatalog, match="cannot be read"):
         load(tmp_path / "none.toml")
+
+
+def test_each_expression_that_comes_along_is_valid() -> None:
+    folder = resources.files("everstep.faults") / "catalog"
+    names = [item.name for item in folder.iterdir() if item.name.endswith(".toml")]
+    assert len(names) == 10
+    for name in names:
+        check(name, parse(name, (folder / name).read_text()))
 
 
 def test_every_class_says_what_a_person_should_do() -> None:

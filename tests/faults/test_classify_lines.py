@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from classify_lines import NEGATIVE, POSITIVE, WORDINGS
+from stress_lines import LINES
 
 from everstep.faults.catalog import load
 from everstep.faults.judge import judge
@@ -48,3 +49,15 @@ def test_a_skipped_step_of_the_scaler_is_no_fault() -> None:
 @pytest.mark.parametrize(("kind", "text"), NEGATIVE, ids=lambda value: str(value)[:40])
 def test_line_that_looks_alike_gives_none(kind: str, text: str) -> None:
     assert judge(alone(kind, text, dies=False), load()).fault == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "action", "text"), LINES, ids=lambda value: str(value)[:40]
+)
+def test_line_of_some_version_gives_class_and_action(
+    kind: str, fault: str, action: str, text: str
+) -> None:
+    catalog = load()
+    wanted = action or catalog.known[fault].action
+    verdict = judge(alone(kind, text, dies=wanted != "continue"), catalog)
+    assert (verdict.fault, verdict.action) == (fault, wanted), verdict.discarded

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from everstep.agent.chronicle import Chronicle
-from everstep.agent.decide import Decision
+from everstep.agent.decide import Decision, LastWord
 from everstep.agent.evidence import Evidence
 from everstep.agent.flags import Launch
 from everstep.agent.incident import Case
@@ -71,6 +71,7 @@ class Lead:
         self._next: DecisionRecord | None = None
         self._carried_out: DecisionRecord | None = None
         self._late: Decision | None = None
+        self._claimed: int | None = None
         self._considered: tuple[str, ...] = ()
         self._case: Case | None = None
         self._began = math.inf
@@ -98,7 +99,7 @@ class Lead:
         another was claimed and not begun, that is recorded before it is begun."""
         attempt = self._owner.claim(patience=patience, promise=promise)
         decided, self._next = self._next, None
-        self._carried_out = decided
+        self._carried_out, self._claimed = decided, attempt
         if decided is not None and decided.begins != attempt:
             self._chronicle.write([newer(self._chronicle.read(), decided, attempt)])
         return attempt
@@ -126,8 +127,10 @@ class Lead:
         return out if out and spares >= len(out) else ()
 
     def forget(self) -> None:
-        """The agents met anew: what was decided is read from the history again."""
-        self._next = None
+        """Another may lead from now on: what was decided is read from the history again, and what
+        is open is looked at by whoever begins next."""
+        self._next = self._late = self._claimed = None
+        self._responder.open = None
 
     # -- while one runs
 
@@ -190,6 +193,12 @@ class Lead:
 
     # -- after it
 
+    def interrupted(self, word: LastWord) -> None:
+        """A signal came between attempts: one that is claimed ends by it, and is no failure."""
+        attempt, self._claimed = self._claimed, None
+        if attempt is not None:
+            self._responder.interrupted(attempt, word)
+
     def ended(self, *, took: float) -> None:
         """An attempt has ended; ``took`` is how long it took from its start to its first step,
         infinite where it came to none."""
@@ -201,6 +210,7 @@ class Lead:
         """What follows an attempt that has ended: what was decided while it ran, or a verdict."""
         self._tells_steps = self._tells_steps or case.end.attached
         self.committed = max(self.committed, case.end.committed)
+        self._claimed = None
         late, self._late = self._late, None
         if late is None:
             now = time.monotonic()

@@ -494,6 +494,7 @@ class Agent:
         number = next(iter(self._signals.take()), signal.SIGTERM)
         word = last_word(AttemptEnd(stopped_by=int(number)))
         assert word is not None, "a signal is always the last word"
+        self._lead.interrupted(word)
         return Decision("stop", word.exit_code, word.reason, word.warning)
 
     def _say_ended(self, plan: Plan, decision: Decision) -> None:

@@ -189,16 +189,18 @@ class Responder:
 
     def _ended(self, case: Case, word: LastWord) -> Decision:
         """The attempt's end was no failure: nothing is charged, and nothing is to be explained."""
+        facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
+        self._write_end(case.plan.attempt, facts, word)
+        return Decision("stop", word.exit_code, word.reason, word.warning)
+
+    def _write_end(self, attempt: int, facts: AttemptFacts, word: LastWord) -> None:
         cause: Cause = "external" if word.exit_code == exits.PREEMPTED else "person"
         past = self._chronicle.read()
-        attempt = case.plan.attempt
-        facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
         ended = ProgressRecord(
             attempt, self._chronicle.stamp(), facts, next_sequence(past, attempt),
             ended=word.reason, cause=cause, finished=word.exit_code == exits.FINISHED,
         )  # fmt: skip
         self._chronicle.write([ended])
-        return Decision("stop", word.exit_code, word.reason, word.warning)
 
     def _incident(
         self,

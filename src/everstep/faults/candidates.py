@@ -6,8 +6,11 @@ choose. Called by: the modules that make candidates, :mod:`everstep.faults.judge
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from everstep.faults.catalog import Catalog, Place
 from everstep.faults.collective import Stuck
@@ -16,7 +19,10 @@ from everstep.faults.lines import Line
 from everstep.faults.match import Fact
 from everstep.faults.records import Action, Domain
 from everstep.faults.scene import Scene
+from everstep.faults.stacks import Stack, stacks_in
 from everstep.faults.tracebacks import Raised
+
+_PID = re.compile(r"\bpid:? ?(\d+)")
 
 NODE, PROGRAM, OUTLIER, DEGRADED, PEER, WATCHDOG, SIGNAL, NOTICE = 50, 40, 36, 35, 30, 20, 10, 5
 """Levels of evidence: kind before time (rule 1)."""
@@ -56,7 +62,7 @@ class Candidate:
 
 @dataclass
 class Found:
-    """All facts of an incident, sorted by what they are for."""
+    """All facts of an incident; they do not change any more once it is made."""
 
     scene: Scene
     catalog: Catalog
@@ -65,25 +71,45 @@ class Found:
     span: tuple[float, float] | None = None
     past: Earlier = field(default_factory=lambda: Earlier(frozenset(), {}, False))
     stuck: Stuck = field(default_factory=Stuck)
+    touched: dict[str | None, frozenset[int]] = field(default_factory=dict)
+    """What was found out once of a node: its only rank that shows anything."""
 
     def of(self, *faults: str) -> list[Fact]:
+        """The facts of some classes, in their order."""
+        if len(faults) == 1:
+            return self._by_fault.get(faults[0], [])
         return [fact for fact in self.facts if fact.fault in faults]
+
+    @cached_property
+    def _by_fault(self) -> dict[str, list[Fact]]:
+        by: dict[str, list[Fact]] = defaultdict(list)
+        for fact in self.facts:
+            by[fact.fault].append(fact)
+        return dict(by)
+
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        """The last stack of each rank."""
+        return stacks_in(self.scene.lines)
+
+    @cached_property
+    def tellers(self) -> dict[int, set[int | None]]:
+        """Ranks whose exceptions name the number of a process, by that number."""
+        ranks: dict[int, set[int | None]] = defaultdict(set)
+        for raised in self.raised:
+            for number in _PID.findall(raised.message):
+                ranks[int(number)].add(raised.line.rank)
+        return dict(ranks)
 
     def made(self, fault: str, level: int, facts: Iterable[Fact], **more: object) -> Candidate:
         """A candidate of a class with the class's defaults."""
-        known = self.catalog.known[fault]
-        assert known.domain is not None, "a loaded class has its file's domain"
+        means = self.catalog.meanings[fault]
         base = Candidate(
-            fault, known.domain, known.action, level, known.place, known.depth, tuple(facts),
-            survivable=known.survivable,
+            fault, means.domain, means.action, level, means.place, means.depth, tuple(facts),
+            survivable=means.survivable,
         )  # fmt: skip
         return replace(base, **more)  # type: ignore[arg-type]
 
     def fact(self, fault: str, line: Line) -> Fact:
         """A fact of a class that no pattern of a line showed."""
-        known = self.catalog.known[fault]
-        assert known.domain is not None, "a loaded class has its file's domain"
-        return Fact(
-            fault, known.domain, known.action, known.kind, known.place, known.severity, known.role,
-            known.depth, known.survivable, line,
-        )  # fmt: skip
+        return Fact(self.catalog.meanings[fault], line)

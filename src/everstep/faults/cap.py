@@ -112,7 +112,7 @@ def _by_worth(signals: list[Signal], ended: float, catalog: Catalog) -> list[int
 
 
 def _tells(signal: Signal, catalog: Catalog) -> bool:
-    return any(catalog.prefilter.Match(line) for line in clean(signal.text))
+    return any(catalog.found_in(line) for line in clean(signal.text))
 
 
 def _note(old: int, crowded: int, cut: int, fewer: int) -> str:

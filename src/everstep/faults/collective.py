@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from everstep.faults.lines import Line
 from everstep.faults.scene import numbers_in
 
-_SPEAKS = re.compile(
-    r"(?i)missing|barrier|caused by|culprit|laggard|suspect|straggl|join|waiting for|timeout from"
-    r"|WorkNCCL|enqueued|dump|GIL|is running|watchdog got stuck|First PG"
-)
 _RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+)\] ")
 _WORK = re.compile(
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+),"
@@ -48,6 +44,7 @@ _GIL = re.compile(r"(?i)could not acquire GIL")
 _FIRST = re.compile(r"(?i)First PG on this rank (?:to signal dumping|that detected)")
 _OBSERVED = re.compile(r"(?i)Observed flight recorder dump signal|Received a dump signal")
 _FROM = re.compile(r"(?i)due to a collective timeout from\s+rank (?P<rank>\d+)")
+_BLAMES = ("culprit", "laggard", "suspect", "straggl", "joined", "waiting for")
 _CULPRIT = re.compile(
     r"(?i)(?:culprit|laggard|suspect(?:ed)?|straggl\w+|not (?:yet )?joined"
     r"|waiting for)[^\n]{0,20}\branks?:? ?[{\[(]?(?P<ranks>\d[\d, ]*)"
@@ -113,7 +110,7 @@ class Stuck:
 
 
 def stuck_in(lines: Iterable[Line]) -> Stuck:
-    """Read all lines about collectives."""
+    """Read the lines about collectives."""
     stuck = Stuck()
     ops: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
     works: dict[tuple[int, int], tuple[str, str]] = {}
@@ -122,9 +119,8 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
         if line.source not in ("log", "agent"):
             continue
         text = line.text
-        if not _SPEAKS.search(text):
-            continue
-        _named(text, stuck)
+        low = text.lower()
+        _named(text, low, stuck)
         for call in _FINGERPRINT.finditer(text) if "is running" in text else ():
             ops["debug", int(call["seq"] or 0)][int(call["rank"])] = (
                 call["op"],
@@ -133,17 +129,18 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
         rank = _rank(line)
         if rank is None:
             continue
-        if work := _WORK.search(text):
+        if "WorkNCCL" in text and (work := _WORK.search(text)):
             stuck.waiting.add(rank)
             stuck.heard.add(rank)
             works[rank, int(work["seq"])] = (work["op"], work["numel"] or "")
-        _status(stuck, rank, text, groups)
-        if _OBSERVED.search(text):
+        if "last enqueued" in low:
+            _status(stuck, rank, text, groups)
+        if "dump signal" in low and _OBSERVED.search(text):
             stuck.heard.add(rank)
             stuck.observed.add(rank)
-        if _FIRST.search(text):
+        if "first pg" in low and _FIRST.search(text):
             stuck.first.add(rank)
-        if _GIL.search(text):
+        if "gil" in low and _GIL.search(text):
             stuck.gil.add(rank)
         if "watchdog got stuck" in text:
             stuck.heard.add(rank)
@@ -154,14 +151,15 @@ def stuck_in(lines: Iterable[Line]) -> Stuck:
     return stuck
 
 
-def _named(text: str, stuck: Stuck) -> None:
-    if found := _MISSING.search(text):
+def _named(text: str, low: str, stuck: Stuck) -> None:
+    """Ranks that a line names as absent. ``low``: the text in lower case."""
+    if ("missing" in low or "join" in low) and (found := _MISSING.search(text)):
         stuck.missing |= numbers_in(found["ranks"] or found["r2"])
-    elif found := _BARRIER.search(text):
+    elif ("barrier" in low or "caused by" in low) and (found := _BARRIER.search(text)):
         stuck.barrier |= numbers_in(found["ranks"] or found["r2"] or "")
-    elif found := _CULPRIT.search(text):
+    elif any(word in low for word in _BLAMES) and (found := _CULPRIT.search(text)):
         stuck.missing |= numbers_in(found["ranks"])
-    if found := _FROM.search(text):
+    if "collective timeout from" in low and (found := _FROM.search(text)):
         stuck.waiting.add(int(found["rank"]))
 
 

@@ -1,7 +1,7 @@
 """Earlier attempts and other jobs, as agents tell of them in words (rule 9).
 
 Owns: counting attempts, which of them ended alike, whether any committed. Never does: I/O, budgets
-(the job's own history is counted elsewhere). Called by: :mod:`everstep.faults.adjust`,
+(the job's own history is counted elsewhere). Called by: :mod:`everstep.faults.recurrence`,
 :mod:`everstep.faults.judge`.
 """
 
@@ -72,4 +72,4 @@ def earlier(lines: list[Line], catalog: Catalog) -> Earlier:
 
 
 def _faults_in(text: str, catalog: Catalog) -> set[str]:
-    return {catalog.patterns[number].fault for number in catalog.prefilter.Match(text) or ()}
+    return {catalog.patterns[number].meaning.fault for number in catalog.found_in(text)}

@@ -45,6 +45,10 @@ _SPAWN = re.compile(
     r"|^-- Process (?P<rank2>\d+) terminated with the following error"
 )
 _NAMES = frozenset(signal.Signals.__members__)
+_ANYBODY = re.compile(
+    r"(?i)\brank:? ?(?P<rank>\d+)\b[^\n]{0,60}?\b(?:exited with (?:exit )?(?:code|status)"
+    r"|killed by signal|died with exit code|terminated with signal) (?P<code>-?\d+)"
+)
 _DEEPSPEED = re.compile(
     r"--local[_-]rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)"
 )
@@ -79,11 +83,11 @@ def normal(code: int) -> int:
     return 128 - code if 128 < code <= 128 + 64 else code
 
 
-def ends_of(incident: Incident, lines: list[Line]) -> list[End]:
-    """How each rank ended, where somebody says it."""
+def ends_of(incident: Incident, lines: list[Line], told: list[Line]) -> list[End]:
+    """How each rank ended, where somebody says it; ``told``: the lines that speak of ends."""
     seen = list(_seen(incident, lines))
     known = {end.rank for end in seen}
-    said = [line for line in lines if line.source in ("log", "slurm")]
+    said = [line for line in told if line.source in ("log", "slurm")]
     return seen + [
         end for end in _told(said)
         if end.rank not in known
@@ -165,6 +169,12 @@ def _of_launchers(lines: Iterable[Line]) -> Iterator[End]:
             yield _end(int(found["rank"]), int(found["code"]), line)
         elif found := _LIGHTNING.search(text):
             yield _end(int(found["rank"]), int(found["code"]), line, pid=int(found["pid"]))
+        elif found := _ANYBODY.search(text):
+            code = int(found["code"])
+            code = -code if "signal" in found[0] else code
+            node = re.search(r"\bon (?:node )?([A-Za-z][\w.-]*\d[\w.-]*)", text)
+            name = node[1] if node else None
+            yield _end(int(found["rank"]), code, line, name, pid=pid_in(text))
 
 
 def _of_agents(lines: Iterable[Line]) -> Iterator[End]:

@@ -9,25 +9,29 @@ how often one was told changes it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
-from everstep.faults import adjust
 from everstep.faults.candidates import (
-    DEGRADED,
     NODE,
     NOTICE,
-    OUTLIER,
     PROGRAM,
     Candidate,
     Found,
 )
 from everstep.faults.catalog import Catalog
-from everstep.faults.find import find
+from everstep.faults.class_rules import CLASS_RULES
+from everstep.faults.confidence import confidence
+from everstep.faults.facts import gathered
 from everstep.faults.peers import vote
 from everstep.faults.places import node_candidates
 from everstep.faults.programs import external_ends, program_candidates
-from everstep.faults.records import UNKNOWN, Evidence, Incident, RootDomain, Signal, Verdict
+from everstep.faults.records import UNKNOWN, Evidence, Incident, Role, RootDomain, Signal, Verdict
+from everstep.faults.recurrence import looping, recurring, same_again
 from everstep.faults.scene import Scene, scene_of
+from everstep.faults.series import step_of
+from everstep.faults.spread import of_pod, placed, spread_over
 from everstep.faults.victims import victims
 from everstep.faults.waiting import (
     beat_candidates,
@@ -37,21 +41,21 @@ from everstep.faults.waiting import (
     series_candidates,
     signal_candidates,
     stack_candidates,
+    told_candidates,
 )
 
 SAME_S = 2.0
 """Times of two nodes that lie nearer than this have no order."""
 SHOWN = 12
 """Lines of evidence in a verdict."""
-_CONFIDENCE = {NODE: 0.95, PROGRAM: 0.9, OUTLIER: 0.8, DEGRADED: 0.75}
 
 
 def judge(incident: Incident, catalog: Catalog) -> Verdict:
     """What the incident was. Pure."""
-    found = find(scene_of(_settled(incident)), catalog)
+    found = gathered(scene_of(_settled(incident), catalog), catalog)
     candidates = all_candidates(found)
     chosen, reason = choose(candidates, found)
-    chosen = adjust.looping(chosen, found)
+    chosen = looping(chosen, found)
     return _verdict(chosen, candidates, found, reason)
 
 
@@ -60,10 +64,10 @@ def all_candidates(found: Found) -> list[Candidate]:
     made = [
         *node_candidates(found), *program_candidates(found), *stack_candidates(found),
         *external_ends(found), *collective_candidates(found), *peer_candidates(found),
-        *beat_candidates(found), *series_candidates(found), *noted_candidates(found),
-        *signal_candidates(found),
+        *beat_candidates(found), *told_candidates(found), *series_candidates(found),
+        *noted_candidates(found), *signal_candidates(found),
     ]  # fmt: skip
-    settled = [adjust.settled(candidate, found) for candidate in made]
+    settled = [_in_context(candidate, found) for candidate in made]
     return [candidate for candidate in settled if candidate.level > 0]
 
 
@@ -71,7 +75,8 @@ def choose(candidates: list[Candidate], found: Found) -> tuple[Candidate | None,
     """The root, or None with the reason why nothing decides."""
     if _went_on(candidates, found):
         return _of_notices(candidates, found)
-    strong = [c for c in candidates if c.level == NODE and _stands(c, candidates, found.scene)]
+    programs = [(c, _nodes_of(c, found.scene)) for c in candidates if c.level == PROGRAM]
+    strong = [c for c in candidates if c.level == NODE and _stands(c, programs)]
     if strong:
         return _of_nodes(strong, found)
     rest = [c for c in candidates if NOTICE + 1 < c.level < NODE]
@@ -116,6 +121,25 @@ def _went_on(candidates: list[Candidate], found: Found) -> bool:
     return all(scene.alive & set(scene.ranks_of(node)) for node in nodes)
 
 
+def _in_context(candidate: Candidate, found: Found) -> Candidate:
+    """The candidate with what the rest of the incident says about it."""
+    if candidate.domain == "gpu_hardware" and candidate.action == "restart_in_place":
+        candidate = same_again(candidate, found)
+    rule = CLASS_RULES.get(candidate.fault)
+    if rule is not None:
+        candidate = rule(candidate, found)
+    if candidate.level in (PROGRAM, NODE):
+        candidate = recurring(candidate, found)
+    return placed(candidate, found)
+
+
+def _harmless(candidate: Candidate) -> Candidate:
+    """Of something that training survived nobody is to blame and nothing is done."""
+    if candidate.fault == "STRAGGLER":
+        return candidate
+    return replace(candidate, action="continue", ranks=frozenset(), node=None)
+
+
 def _late(candidate: Candidate, scene: Scene) -> bool:
     """Noise after a finished run (rule 7): all but errors of the program and facts of nodes."""
     if not scene.over or candidate.level == NODE:
@@ -135,26 +159,26 @@ def _of_notices(candidates: list[Candidate], found: Found) -> tuple[Candidate | 
     if not left:
         return None, ""
     best = max(left, key=lambda c: (c.level if c.level <= NOTICE + 1 else c.depth, *_depth(c)))
-    return adjust.harmless(best, found), "nothing ended of it"
+    return _harmless(best), "nothing ended of it"
 
 
-def _stands(candidate: Candidate, candidates: list[Candidate], scene: Scene) -> bool:
+def _stands(candidate: Candidate, programs: list[tuple[Candidate, set[str]]]) -> bool:
     """Whether a fact of a node may go before an end of a process (rule 1): it stands on the node or
     device of a rank that failed, or it is the scheduler's and came first."""
-    clean = [c for c in candidates if c.level == PROGRAM]
-    if not clean:
-        return True
-    for program in clean:
+    for program, nodes in programs:
         if candidate.node is None:
             if candidate.time is None or program.time is None or candidate.time <= program.time + 2:
                 return True
-            continue
-        nodes = {scene.node_of(rank) for rank in program.ranks} | program.nodes
-        nodes |= {fact.node for fact in program.facts}
-        nodes.discard(None)
-        if not nodes or candidate.node in nodes or candidate.ranks & program.ranks:
+        elif not nodes or candidate.node in nodes or candidate.ranks & program.ranks:
             return True
-    return False
+    return not programs
+
+
+def _nodes_of(program: Candidate, scene: Scene) -> set[str]:
+    """The nodes on which a program failed, as far as they are known."""
+    nodes = {scene.node_of(rank) for rank in program.ranks} | program.nodes
+    nodes |= {fact.node for fact in program.facts}
+    return {node for node in nodes if node is not None}
 
 
 def _of_nodes(strong: list[Candidate], found: Found) -> tuple[Candidate | None, str]:
@@ -179,10 +203,10 @@ def _of_several(group: list[Candidate], found: Found) -> Candidate | None:
     )
     if len(group) == 1:
         return group[0]
-    if pod := adjust.of_pod(group, found):
+    if pod := of_pod(group, found):
         return pod
     if len({candidate.fault for candidate in group}) == 1:
-        return adjust.spread_over(group, found)
+        return spread_over(group, found)
     first, second = group[0], group[1]
     if first.time is not None and second.time is not None and second.time - first.time > SAME_S:
         return first
@@ -237,12 +261,12 @@ def _verdict(
         root_node=chosen.node,
         root_domain=_root_domain(chosen),
         victim_ranks=victims(found, chosen),
-        confidence=_CONFIDENCE.get(chosen.level, 0.6),
+        confidence=confidence(chosen),
         evidence=_evidence(chosen, "root"),
         discarded=_discarded(candidates, chosen),
         advice=found.catalog.known[chosen.fault].advice,
         frame=frame,
-        step=adjust.step_of(found.scene, chosen),
+        step=step_of(found.scene, chosen.facts),
         message=next(
             (fact.message for fact in shown if fact.message), shown[0].line.text if shown else ""
         ),
@@ -270,12 +294,12 @@ def _root_domain(chosen: Candidate) -> RootDomain:
     return "rank" if chosen.ranks else ""
 
 
-def _evidence(candidate: Candidate, role: str) -> tuple[Evidence, ...]:
+def _evidence(candidate: Candidate, role: Role | None = None) -> tuple[Evidence, ...]:
     facts = sorted(candidate.facts, key=lambda f: (f.line.time or 0.0, f.line.order, f.line.text))
     return tuple(
         Evidence(
             text=fact.line.text[:500], source=fact.line.source, fault=candidate.fault,
-            role="root" if role == "root" else "victim" if fact.role == "victim" else "noise",
+            role=role or ("victim" if fact.meaning.role == "victim" else "noise"),
             rank=fact.rank, node=fact.node, time=fact.line.time, why=candidate.why,
         )
         for fact in facts[:SHOWN]
@@ -285,4 +309,4 @@ def _evidence(candidate: Candidate, role: str) -> tuple[Evidence, ...]:
 def _discarded(candidates: list[Candidate], chosen: Candidate | None) -> tuple[Evidence, ...]:
     others = [c for c in candidates if chosen is None or c.fault != chosen.fault]
     others.sort(key=lambda c: (-c.level, -c.depth, c.fault, c.node or ""))
-    return tuple(item for c in others for item in _evidence(c, "other")[:1])[:SHOWN]
+    return tuple(item for c in others for item in _evidence(c)[:1])[:SHOWN]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,14 +23,19 @@ NARROWEST = 60
 WIDTHS = frozenset((80, 100, 120, 132, 140, 150, 160, 180, 200, 220, 240, 256))
 """Columns that terminals have; of another width one full line alone tells nothing."""
 
+SHORT = 200
+"""Characters of a field of a JSON object that is read besides what was said."""
 MARKED = 3
 """Lines from which on a common beginning is one that a collector put there."""
 
 _MARK = re.compile(r"(?:[\])>|:]|--) ?(?<= )")
 _RANKED = re.compile(
-    r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|mlx5|EDAC|mce|slurm|srun|torch"
+    r"(?i)rank ?\d|\]<std|\[Rank|NCCL|NVRM|nvidia|kernel|EXT4|XFS|BTRFS|mlx5|EDAC|mce|slurm|srun"
+    r"|torch|amdgpu|drm|pcie|nvme|nfs|lustre|ceph|kubelet|systemd|chrony|watchdog|rcu|oom|dcgm"
     r"|ERROR|WARN|INFO|DEBUG|Traceback|Error|File|\[[EWIF]\d*\b"
 )
+_NUMBER = re.compile(r"\d{1,4}: ")
+"""What `srun -l` puts before each line, also where all are of one rank."""
 _ODD = re.compile(
     r"^(?!.{0,40}\b(?:INFO|WARN|WARNING|DEBUG)\b)(?:[\[(<]?[\w./@=#,-]+[\])>]?(?: [|>]"
     r"|[:>])? ){1,2}(?<=[\]):>|] )"
@@ -46,7 +50,7 @@ _BREAK = re.compile(r"\r\n|\n|\r|\x85|\u2028|\u2029")
 _STAMP = (
     r"\[?\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?(?: [A-Z]+\d+)*\]?"
     r"|\[\d{3,7}\](?= \[)|"
-    r"\[\d\d:\d\d:\d\d(?:[.,]\d+)?\]"
+    r"\[\d\d:\d\d:\d\d(?:[.,]\d+)?\]|\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}\]"
 )
 _PREFIX = re.compile(
     r"(?P<rank>\[rank:? ?(?P<r1>\d+)\]:? ?|\[\d+,(?P<r2>\d+)\]<std(?:err|out)>: ?)"
@@ -59,8 +63,11 @@ _PREFIX = re.compile(
     rf"|(?P<stamp>(?:{_STAMP}) *(?:[-|] )?)"
     r"|(?P<uptime>\[ *\d+\.\d{6}\] )"
 )
+_LOW_PREFIX = re.compile(r"pod/|kernel: |[\w.-]+ +\| |[\w.-]+ kernel: ")
+"""Which of these begin with a small letter."""
 _GLUED = re.compile(r"\[rank(\d+)\]:(?: (?=\S)|(?=\[))")
 """A rank's prefix inside a line: what stood before it, a progress bar mostly, is another's."""
+_ERRS = re.compile(r"Error|Exception|Traceback|  File ")
 _IN_PREFIX = re.compile(r"(?i)\brank[ _:=-]?(\d+)")
 _SPOKEN = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
 _LABEL = re.compile(
@@ -70,16 +77,26 @@ _STARTS = re.compile(
     r"\[|Traceback|  File |[A-Z][\w.]*(?:Error|Exception)\b|[EWIF]\d{4} |\d{4}-\d\d"
 )
 _KERNEL = re.compile(
-    r"^(?:kernel: |NVRM: |nvidia-nvswitch|mce: \[|EDAC |\{\d+\}\[Hardware Error\]|pcieport "
+    r"^(?:kernel: |NVRM: |nvidia-nvswitch|amdgpu |amdgpu: |\[drm:|mce: \[|EDAC "
+    r"|\{\d+\}\[Hardware Error\]|pcieport "
     r"|oom-kill:"
     r"|EXT4-fs |XFS \(|nfs: server |watchdog: BUG: |mlx5_core |nvme nvme|Buffer I/O error"
     r"|blk_update_)"
 )
+_RECORD = re.compile(
+    r"attempt \d+(?: ended:|: start(?:ed)? |: rank \d| failed: rank)"
+    r"|history (?:of )?\S+ (?:GPU|node)"
+)
+"""What an agent says of earlier attempts and other jobs, where its words stand in a merged log."""
+_KERNEL_FIRST = frozenset("kNna[mE{poXwBb")
+"""What the lines of ``_KERNEL`` begin with."""
+_BARE = frozenset(("exit", "heartbeat", "steptime", "stack"))
+"""Sources that nobody puts anything around; what reads a stack writes to no terminal, whose width
+would break lines."""
 _SLURM = re.compile(r"^(?:slurmstepd|srun|slurmd|slurmctld|sbatch|salloc): ")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True, gc=False):
     """One line without what was put around it. ``order`` is its place in its signal; two lines of
     different signals are ordered by their signals' times alone."""
 
@@ -101,7 +118,7 @@ def clean(text: str) -> list[str]:
     if '{"' in text:
         text = "\n".join(_unpacked(line) for line in text.split("\n"))
     return [
-        _bounded(_CONTROL.sub("", line))
+        _bounded(line if line.isprintable() else _CONTROL.sub("", line))
         for line in _BREAK.split(text)
         if line and not line.isspace()
     ]
@@ -113,10 +130,16 @@ def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) 
     if signal.source in ("log", "slurm") and (common := _common(raw)):
         raw = [line[common:] for line in raw]
     labels = signal.source in ("log", "slurm") and _labels(raw)
-    # What reads a stack writes to no terminal, and frames are often of one length.
-    for order, text in enumerate(raw if signal.source == "stack" else _joined(raw)):
+    if signal.source in _BARE:
+        for order, text in enumerate(raw):
+            yield Line(
+                text, signal.source, signal.rank, signal.node, signal.time, order, number,
+                signal.ours,
+            )  # fmt: skip
+        return
+    for order, text in enumerate(_joined(raw)):
         text, rank, node = _stripped(text, signal, labels, nodes)
-        source = _source(signal.source, text)
+        source = _source(signal.source, text, rank)
         yield Line(text, source, rank, node, signal.time, order, number, signal.ours)
 
 
@@ -128,8 +151,12 @@ def _unpacked(line: str) -> str:
         record = msgspec.json.decode(line)
     except msgspec.DecodeError:
         return line
-    said = [record[key] for key in _SAID if isinstance(record.get(key), str)]
-    return "\n".join(part.rstrip("\n") for part in said) or line
+    said = [record[key].rstrip("\n") for key in _SAID if isinstance(record.get(key), str)]
+    if said and "log" not in record:
+        rest = [f"{key}: {value}" for key, value in record.items()
+                if key not in _SAID and isinstance(value, str) and len(value) < SHORT]  # fmt: skip
+        said += [", ".join(rest)] if rest else []
+    return "\n".join(said) or line
 
 
 def _bounded(line: str) -> str:
@@ -157,7 +184,7 @@ def _common(raw: list[str]) -> int:
         (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
     )
     marks = list(_MARK.finditer(first, 0, min(same, 60)))
-    if not marks or _RANKED.search(first, 0, marks[-1].end()):
+    if not marks or _RANKED.search(first, 0, marks[-1].end()) or _NUMBER.match(first):
         return 0
     return marks[-1].end()
 
@@ -190,6 +217,8 @@ def _stripped(
         rank = int(named) if named and rank is None and source == "log" else rank
         node = label["host"] if label["host"] and node is None else node
     for _ in range(8):
+        if text[:1].islower() and not _LOW_PREFIX.match(text):
+            break
         found = _PREFIX.match(text)
         if found is None:
             break
@@ -202,13 +231,13 @@ def _stripped(
         elif found["syslog"] and node is None:
             node = found["host"] or found["host2"]
         text = text[found.end() :]
-    if source == "log" and (glued := _GLUED.search(text)):
+    if source == "log" and "[rank" in text and (glued := _GLUED.search(text)):
         rank, text = int(glued[1]), text[glued.end() :]
-    if source == "log" and (odd := _ODD.match(text)):
+    if source == "log" and _ERRS.search(text) and (odd := _ODD.match(text)):
         said = _IN_PREFIX.search(odd.group())
         rank = int(said[1]) if said and rank is None else rank
         text = text[odd.end() :]
-    if rank is None and source == "log" and (named := _SPOKEN.search(text)):
+    if rank is None and source == "log" and "Rank " in text and (named := _SPOKEN.search(text)):
         rank = int(named[1])
     return text.rstrip(), rank, node
 
@@ -230,10 +259,13 @@ def _of_local(local: int, node: str | None, nodes: Mapping[str, tuple[int, ...]]
     return ranks[local] if local < len(ranks) else None
 
 
-def _source(source: Source, text: str) -> Source:
-    """A merged log holds lines of the kernel and of Slurm, too."""
+def _source(source: Source, text: str, rank: int | None) -> Source:
+    """A merged log holds lines of the kernel, of Slurm and of agents, too."""
     if source != "log":
         return source
-    if _KERNEL.match(text):
+    if rank is None and text[:1] in "ah" and _RECORD.match(text):
+        return "agent"
+    first = text[:1]
+    if first in _KERNEL_FIRST and _KERNEL.match(text):
         return "kernel"
-    return "slurm" if _SLURM.match(text) else "log"
+    return "slurm" if first == "s" and _SLURM.match(text) else "log"

@@ -18,6 +18,10 @@ BEFORE_S, AFTER_S = 600.0, 300.0
 """How far from the failure a fact of a node still belongs to it."""
 
 
+_WORKER_KILLED = re.compile(
+    r"DataLoader worker \(pids?\(?s?\)? ?[\d, ]+\) (?:exited unexpectedly"
+    r"|is killed by signal: Killed)"
+)
 _WIDE = frozenset(("job", "service", "switch", "node"))
 """Places that are no single rank's."""
 
@@ -62,8 +66,7 @@ def _node_candidate(fault: str, node: str | None, facts: list[Fact], found: Foun
     if fault == "IMAGE_PULL" or chosen.place == "job":
         node = None  # the image is the registry's, not the node's
     return found.made(
-        fault, level, counted, node=node, ranks=ranks, action=chosen.action, domain=chosen.domain,
-        place=chosen.place, depth=chosen.depth, survivable=chosen.survivable,
+        fault, level, counted, node=node, ranks=ranks, **chosen.traits,
     )  # fmt: skip
 
 
@@ -81,11 +84,18 @@ def _ranks_of(fact: Fact, node: str | None, found: Found) -> frozenset[int]:
         killed = {end.rank for end in scene.ends.values()
                   if end.signal == KILL and end.rank not in scene.ours
                   and (end.node or scene.node_of(end.rank)) == node}  # fmt: skip
+        killed = killed or {
+            raised.line.rank for raised in found.raised
+            if raised.line.rank is not None and _WORKER_KILLED.search(raised.message)
+            and (raised.line.node or scene.node_of(raised.line.rank)) == node
+        }  # fmt: skip
         if killed:
             return frozenset(killed)
     if fact.place in ("pod", "node"):
         return frozenset(scene.ranks_of(node))
-    return _touched(node, found)
+    if node not in found.touched:
+        found.touched[node] = _touched(node, found)
+    return found.touched[node]
 
 
 def _named_rank(fact: Fact, node: str | None, found: Found) -> int | None:
@@ -96,13 +106,9 @@ def _named_rank(fact: Fact, node: str | None, found: Found) -> int | None:
         pid = int(groups["pid"])
         if (rank := scene.of_pid(node, pid)) is not None:
             return rank
-        told = {
-            raised.line.rank
-            for raised in found.raised
-            if re.search(rf"\bpid:? ?{pid}\b", raised.message)
-        }
+        told = found.tellers.get(pid, set())
         if len(told) == 1:
-            return told.pop()
+            return next(iter(told))
     rank = fact.rank
     known = scene.ranks_of(node)
     return None if "rank" in groups and known and rank not in known else rank

@@ -15,6 +15,9 @@ from everstep.faults.exits import ABORT, BUS, CRASHES, TERM, End
 from everstep.faults.match import Fact
 from everstep.faults.scene import Scene
 
+WENT_ON = 3
+"""Steps that its output tells of after an error of a rank, from which on it went on."""
+
 
 def program_candidates(found: Found) -> list[Candidate]:
     """Ends of processes that are no trouble of communication: one candidate for each class."""
@@ -46,6 +49,8 @@ def program_candidates(found: Found) -> list[Candidate]:
 def external_ends(found: Found) -> list[Candidate]:
     """Ends by SIGTERM that nobody of ours sent."""
     scene = found.scene
+    if found.of("USER_CANCEL"):
+        return []
     theirs = [end for end in scene.ends.values() if end.rank not in scene.ours]
     deaths = [end for end in theirs if end.code != 0 and end.signal not in (TERM, ABORT)]
     first = min((end.time for end in deaths if end.time is not None), default=None)
@@ -76,7 +81,7 @@ def external_ends(found: Found) -> list[Candidate]:
 def of_end(found: Found, fault: str, end: End) -> Fact:
     """A fact about the end of a process; a launcher's line names its rank and node in words."""
     groups = {"rank": str(end.rank)} | ({"node": end.node} if end.node else {})
-    return replace(found.fact(fault, end.line), groups=groups)
+    return Fact(found.catalog.meanings[fault], end.line, groups)
 
 
 def _lived(facts: list[Fact], found: Found) -> list[Candidate]:
@@ -106,15 +111,16 @@ def _survived(fact: Fact, scene: Scene) -> bool:
     """Whether its rank went on: it ended well, or still beats after it."""
     rank = fact.rank
     if rank is None:
-        return bool(scene.ends) and not scene.dead and fact.survivable
+        went_on = not scene.ends and scene.steps_after(fact.line) >= WENT_ON
+        return went_on or (bool(scene.ends) and not scene.dead and fact.survivable)
     if rank in scene.ends:
         return scene.ends[rank].code == 0
+    if scene.steps_after(fact.line) >= WENT_ON:
+        return True
     time = fact.line.time
-    return any(
-        beat.rank == rank
-        and rank in scene.alive
-        and (time is None or beat.time is None or beat.time > time + beat.age)
-        for beat in scene.beats
+    return rank in scene.alive and any(
+        time is None or beat.time is None or beat.time > time + beat.age
+        for beat in scene.beats_of[rank]
     )
 
 
@@ -134,10 +140,7 @@ def _program_candidate(fault: str, facts: list[Fact], found: Found) -> Candidate
         ranks = _failing_on(nodes.copy().pop(), found)
     if not ranks:
         ranks = _of_ends(found)
-    return found.made(
-        fault, PROGRAM, facts, ranks=ranks, depth=chosen.depth, action=chosen.action,
-        domain=chosen.domain, place=chosen.place, survivable=chosen.survivable,
-    )  # fmt: skip
+    return found.made(fault, PROGRAM, facts, ranks=ranks, **chosen.traits)
 
 
 def _failing_on(node: str | None, found: Found) -> frozenset[int]:

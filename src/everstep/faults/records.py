@@ -76,7 +76,8 @@ class Evidence(msgspec.Struct, frozen=True, omit_defaults=True):
 class Verdict(msgspec.Struct, frozen=True):
     """What the incident was. ``fault`` is the class (``class`` in JSON). ``root_ranks`` are those
     on which it acted first, empty where it lies outside the ranks, is common to all, or is unknown;
-    ``root_node`` is None unless evidence ties it to one. ``confidence`` is from 0 to 1. ``advice``
+    ``root_node`` is None unless evidence ties it to one. ``confidence`` is from 0 to 1, in the
+    steps of :mod:`everstep.faults.confidence`. ``advice``
     is what a person should do. ``step`` is the training step at which it happened, where known,
     and ``frame`` the program's frame (file:line function); neither is part of what it was."""
 

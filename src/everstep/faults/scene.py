@@ -8,18 +8,22 @@ recurrence. Never does: I/O, judge. Called by: :mod:`everstep.faults.candidates`
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
 
+from everstep.faults.catalog import Catalog
 from everstep.faults.exits import End, ends_of
 from everstep.faults.lines import Line, lines_of
-from everstep.faults.match import is_past
+from everstep.faults.match import Index, is_past
 from everstep.faults.records import Incident
 
 MOST_RANKS = 1_000_000
 """A larger number that a line calls a rank is none."""
-FRESH_S = 60.0
+FRESH_S = 20.0
 """A heartbeat younger than this is a sign of life."""
 
 _DEVICE = re.compile(
@@ -51,13 +55,15 @@ _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
 _AGE = re.compile(r"\blast_beat_age_s=(?P<age>[\d.]+)")
 _BEAT_STEP = re.compile(r"\bstep=(?P<step>\d+)")
 _PHASE = re.compile(r"\bphase=(?P<phase>\S+)")
+_PROGRESS = re.compile(
+    r"(?i)\b(?:step|iter(?:ation)?|epoch|it)\b[^\n]{0,80}\bloss\b[^\n]{0,4}[\d.]"
+)
 _FINISHED = re.compile(
     r"(?i)\btraining (?:is )?(?:finished|complete[d]?|done)\b|\bfinal checkpoint (?:saved|written"
     r"|committed|complete)"
     r"|max_steps[^\n]{0,20}reached|\b(?:run|job) (?:finished|completed) (?:successfully|normally)"
     r"|^done\.?$"
 )
-_MAY_END = re.compile(r"(?i)train|final|max_steps|finish|complete|^done|step")
 _STEPS = re.compile(r"(?i)\bstep:? (?P<step>\d+) ?(?:/|of) ?(?P<last>\d+)\b")
 _STEP = re.compile(r"(?i)\b(?:global_)?step[ =:]+(?P<step>\d+)")
 
@@ -81,6 +87,7 @@ class Scene:
 
     incident: Incident
     lines: list[Line]
+    index: Index
     nodes: dict[str, tuple[int, ...]]
     addresses: dict[str, str]
     devices: dict[tuple[str | None, str], int] = field(default_factory=dict)
@@ -106,15 +113,11 @@ class Scene:
 
     def of_device(self, node: str | None, pci: str) -> int | None:
         """The rank on a device."""
-        short = bus_id(pci)
-        found = {rank for (host, bus), rank in self.devices.items()
-                 if bus == short and (host == node or host is None or node is None)}  # fmt: skip
-        return found.pop() if len(found) == 1 else None
+        return _only(self._on_bus.get(bus_id(pci), ()), node)
 
     def of_pid(self, node: str | None, pid: int) -> int | None:
-        found = {rank for (host, number), rank in self.pids.items()
-                 if number == pid and (host == node or host is None or node is None)}  # fmt: skip
-        return found.pop() if len(found) == 1 else None
+        """The rank of a process."""
+        return _only(self._with_pid.get(pid, ()), node)
 
     def node_at(self, address: str) -> str | None:
         """The node that an address or a host's name in a message means."""
@@ -125,31 +128,76 @@ class Scene:
             return self.addresses[host]
         if host in self.nodes:
             return host
-        short = host.split(".")[0]
-        near = [
-            node for node in self.nodes if node.split(".")[0] == short and not host[0].isdigit()
-        ]
+        if not host or host[0].isdigit():
+            return None
+        near = self._short_names.get(host.split(".")[0], [])
         return near[0] if len(near) == 1 else None
 
     def is_multi(self) -> bool:
         return len([node for node, ranks in self.nodes.items() if ranks]) > 1
 
-    @property
+    @cached_property
+    def _short_names(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = defaultdict(list)
+        for node in self.nodes:
+            names[node.split(".")[0]].append(node)
+        return dict(names)
+
+    @cached_property
+    def _on_bus(self) -> dict[str, list[tuple[str | None, int]]]:
+        return _by_key(self.devices)
+
+    @cached_property
+    def _with_pid(self) -> dict[int, list[tuple[str | None, int]]]:
+        return _by_key(self.pids)
+
+    @cached_property
+    def beats_of(self) -> dict[int, list[Beat]]:
+        """The heartbeats of each rank."""
+        beats: dict[int, list[Beat]] = defaultdict(list)
+        for beat in self.beats:
+            beats[beat.rank].append(beat)
+        return dict(beats)
+
+    @cached_property
+    def heard(self) -> frozenset[int | None]:
+        """Ranks of which there is output."""
+        return frozenset(line.rank for line in self.lines if line.source == "log")
+
+    @cached_property
     def alive(self) -> set[int]:
         """Ranks with a fresh heartbeat."""
         return {beat.rank for beat in self.beats if beat.alive and beat.age < FRESH_S}
 
-    @property
+    @cached_property
     def dead(self) -> bool:
         """Whether any rank ended otherwise than with code 0 and than by us."""
         return any(end.code != 0 and end.rank not in self.ours for end in self.ends.values())
+
+    def steps_after(self, line: Line) -> int:
+        """How many lines of the same output tell of the loss of a step after that line."""
+        orders = self._losses.get((line.signal, line.rank), [])
+        return len(orders) - bisect_right(orders, line.order)
+
+    @cached_property
+    def _losses(self) -> dict[tuple[int, int | None], list[int]]:
+        orders: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+        for line in self.index.about("loss"):
+            if _PROGRESS.search(line.text):
+                orders[line.signal, line.rank].append(line.order)
+        return dict(orders)
+
+    @cached_property
+    def recovered(self) -> list[Line]:
+        """What an agent's watches say of things that are well again."""
+        return [line for line in self.lines if line.source == "agent" and "again" in line.text]
 
     def repeats(self, *words: str) -> list[Line]:
         """Lines of the past that name any of the words."""
         return [line for line in self.past if any(word in line.text for word in words if word)]
 
 
-def scene_of(incident: Incident) -> Scene:
+def scene_of(incident: Incident, catalog: Catalog) -> Scene:
     """Read everything that is not itself a failure."""
     lines = [
         line
@@ -157,9 +205,15 @@ def scene_of(incident: Incident) -> Scene:
         for line in lines_of(signal, number, incident.nodes)
     ]
     nodes = {node: tuple(sorted(ranks)) for node, ranks in incident.nodes.items()}
-    scene = Scene(incident, lines, nodes, dict(incident.addresses))
+    index = Index(lines, catalog)
+    if left := _of_last_attempt(lines, index):
+        lines, index = left, Index(left, catalog)
+    scene = Scene(incident, lines, index, nodes, dict(incident.addresses))
     _places(scene)
-    scene.ends = {end.rank: end for end in _firsts(ends_of(incident, lines))}
+    scene.ends = {
+        end.rank: end
+        for end in _firsts(ends_of(incident, lines, scene.index.about("end of a process")))
+    }
     _fill(scene)
     scene.past = [line for line in lines if is_past(line)]
     scene.commits = [line for line in lines if line.source == "agent" and not is_past(line)
@@ -167,6 +221,41 @@ def scene_of(incident: Incident) -> Scene:
     _own_signals(scene)
     _life(scene)
     return scene
+
+
+def _of_last_attempt(lines: list[Line], index: Index) -> list[Line]:
+    """Without what a merged log tells of attempts before its last restart, where anything failed
+    after it; empty where all counts."""
+    marks = [line for line in index.about("restart") if line.source in ("log", "agent")]
+    last = {line.signal: line.order for line in marks}
+    if not last:
+        return []
+
+    def after(line: Line) -> bool:
+        return line.order > last.get(line.signal, -1)
+
+    failed = (*index.about("traceback"), *index.about("end of a process"), *index.matched())
+    if not any(line.signal in last and after(line) for line in failed):
+        return []
+    return [line for line in lines if line.source != "log" or after(line)]
+
+
+_Key = TypeVar("_Key")
+
+
+def _by_key(
+    ranks: dict[tuple[str | None, _Key], int],
+) -> dict[_Key, list[tuple[str | None, int]]]:
+    by: dict[_Key, list[tuple[str | None, int]]] = defaultdict(list)
+    for (host, key), rank in ranks.items():
+        by[key].append((host, rank))
+    return dict(by)
+
+
+def _only(ranks: Iterable[tuple[str | None, int]], node: str | None) -> int | None:
+    """The one rank that fits a node, as far as nodes are known."""
+    found = {rank for host, rank in ranks if host == node or host is None or node is None}
+    return found.pop() if len(found) == 1 else None
 
 
 def bus_id(pci: str) -> str:
@@ -193,7 +282,7 @@ def _firsts(ends: Iterable[End]) -> list[End]:
 
 
 def _places(scene: Scene) -> None:
-    for line in scene.lines:
+    for line in scene.index.about("place"):
         text = line.text
         for found in _DEVICE.finditer(text) if "GPU" in text or "index" in text else ():
             pci = bus_id(found["pci"] or found["pci2"])
@@ -240,12 +329,17 @@ def _fill(scene: Scene) -> None:
 
 
 def _own_signals(scene: Scene) -> None:
-    closing = {int(found["pid"]) for line in scene.lines if (found := _CLOSING.search(line.text))}
+    closing = {
+        int(found["pid"])
+        for line in scene.index.about("end of a process")
+        if (found := _CLOSING.search(line.text))
+    }
     for end in scene.ends.values():
         if end.ours or (end.pid is not None and end.pid in closing):
             scene.ours.add(end.rank)
     for line in scene.lines:
-        if line.source == "agent" and not is_past(line):
+        told = line.source == "agent" or (line.source == "log" and line.rank is None)
+        if told and not is_past(line):
             for found in _SENT.finditer(line.text):
                 scene.ours |= _whom(found, line, scene)
 
@@ -265,7 +359,8 @@ def _life(scene: Scene) -> None:
     for line in scene.lines:
         if line.source == "heartbeat":
             scene.beats += _beat(line)
-        elif line.source == "log" and _ended(line.text):
+    for line in scene.index.about("end of the run"):
+        if line.source == "log" and _ended(line.text):
             scene.over = True
             if line.time is not None:
                 scene.finished = max(scene.finished or line.time, line.time)
@@ -288,7 +383,5 @@ def _beat(line: Line) -> list[Beat]:
 
 
 def _ended(text: str) -> bool:
-    if not _MAY_END.search(text):
-        return False
     found = None if "poch" in text else _STEPS.search(text)
     return bool(_FINISHED.search(text)) or bool(found and found["step"] == found["last"])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
 from everstep.faults.lines import Line
-from everstep.faults.scene import Beat
+from everstep.faults.match import Fact
+from everstep.faults.scene import Beat, Scene
 
 JUMP = 1.6
 """A loss this many times the level before it is a spike."""
@@ -21,7 +23,8 @@ PLATEAU_STEPS = 100
 """A jump that has not come back for so many steps is no spike any more."""
 SLOW = 1.05
 """A rank whose computing takes this many times the median sets the pace."""
-SILENT_S = 60.0
+SILENT_S = 20.0
+"""A heartbeat older than this stands still: an agent acts on a hang after 30 s."""
 WAITS = 0.3
 """A rank that waits for this share of its computing waits for another one."""
 
@@ -29,6 +32,7 @@ _LOSS = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?|it)\b[ =:#]*(?P<step>\d+).*?\b(?:lm[ _]"
     r"|train[ _])?loss\b[\"']?[ =:]*(?P<loss>[-+\d.eE]+|nan|inf)"
 )
+STEP = re.compile(r"(?i)\b(?:global_?)?(?:step|iter(?:ation)?)[ =:#]+(?P<step>\d+)")
 _SUM = re.compile(r"(?i)\brank (\d+)[ =:]+(?:0x)?([0-9a-f]{6,64})\b")
 _COMPUTE = re.compile(r"\bcompute_s=(?P<compute>[\d.]+)(?:.*?\bwait_s=(?P<wait>[\d.]+))?")
 _TREND = re.compile(
@@ -62,9 +66,11 @@ class Slow:
 def spike_in(lines: list[Line]) -> Spike | None:
     """The first jump of the loss in the progress lines, if there is one."""
     points: dict[int, tuple[float, Line]] = {}
+    seen: set[str] = set()
     for line in lines:
-        if line.source != "log" or "oss" not in line.text:
+        if line.source != "log" or line.text in seen:
             continue
+        seen.add(line.text)
         if found := _LOSS.search(line.text):
             try:
                 points.setdefault(int(found["step"]), (float(found["loss"]), line))
@@ -103,8 +109,6 @@ def straggler_in(lines: list[Line]) -> Slow | None:
 def odd_sum_in(lines: list[Line]) -> tuple[Line, set[int]] | None:
     """The few ranks whose checksum of replicated values is another than most others'."""
     for line in lines:
-        if "hecksum" not in line.text and "digest" not in line.text and " hash" not in line.text:
-            continue
         sums = {int(rank): value for rank, value in _SUM.findall(line.text)}
         counts = Counter(sums.values()).most_common()
         if len(sums) >= 3 and len(counts) > 1 and counts[0][1] > len(sums) / 2:
@@ -126,6 +130,21 @@ def silent_in(beats: list[Beat]) -> set[int]:
         if behind and len(behind) < len(steps) - len(behind):
             return behind
     return set()
+
+
+def step_of(scene: Scene, facts: Iterable[Fact]) -> int | None:
+    """The newest training step that the lines of the incident speak of before its end."""
+    own = [int(found["step"]) for fact in facts for found in STEP.finditer(fact.line.text)]
+    if own:
+        return max(own)
+    beats = [beat.step for beat in scene.beats if beat.step is not None]
+    texts = {
+        line.text
+        for line in scene.lines
+        if line.source == "log" and ("step" in line.text or "iter" in line.text)
+    }
+    told = [int(found["step"]) for text in texts for found in STEP.finditer(text)]
+    return max(told or beats, default=None)
 
 
 def waiting_in(beats: list[Beat], lines: list[Line]) -> set[int]:

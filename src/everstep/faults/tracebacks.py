@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from everstep.faults.lines import Line
@@ -21,7 +21,7 @@ _FRAME = re.compile(
 )
 _RAISED = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z_]\w*(?:Error|Exception|Interrupt|Exit|Abort|Timeout|Invalid"
-    r"|Closed|NotFound|Refused|Fault|Corrupt\w*|Failed|Warning|Iteration|Group|ed))"
+    r"|Closed|NotFound|Refused|Fault|Corrupt\w*|Failed|Warning|Iteration|Group|ed)(?:\(\w+\))?)"
     r"(?:: ?(?P<message>.*))?$"
 )
 _ANY = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: ?(?P<message>.*))?$")
@@ -29,8 +29,7 @@ _BOXED = re.compile(r"^\s*[│|] (?:❱ )?(?P<file>/\S+\.py):(?P<line>\d+) in (?
 _IGNORED = re.compile(
     r"^(?:Exception ignored in|Error in atexit|Exception in thread .*(?:pin_memory|QueueFeeder))"
 )
-_SPEAKS = re.compile(r"Error|Exception|Traceback|Interrupt|File \"|above exception|[│|] ")
-"""What any line of a traceback but its source has; other lines are passed over at once."""
+_SOURCES = frozenset(("log", "agent", "exit", "slurm", "kubernetes"))
 _LINKED = re.compile(
     r"During handling of the above exception|The above exception was the direct cause"
 )
@@ -59,22 +58,25 @@ class Raised:
         return self.type.rpartition(".")[2]
 
 
-def raised_in(lines: Iterable[Line]) -> list[Raised]:
-    """The exceptions in the lines, each stream (rank or signal) by itself."""
+def raised_in(lines: Iterable[Line], speaking: Sequence[Line]) -> list[Raised]:
+    """The exceptions in the lines, each stream (rank or signal) by itself. ``speaking``: those of
+    the lines that have what any line of a traceback but its source has."""
+    known = {id(line) for line in speaking}
+    signals = {line.signal for line in speaking}
     streams: dict[object, list[Line]] = defaultdict(list)
     for line in lines:
-        if line.source in ("log", "agent", "exit", "slurm", "kubernetes"):
+        if line.signal in signals and line.source in _SOURCES:
             streams[(line.signal, line.rank)].append(line)
-    return [found for stream in streams.values() for found in _of_stream(stream)]
+    return [found for stream in streams.values() for found in _of_stream(stream, known)]
 
 
-def _of_stream(lines: list[Line]) -> list[Raised]:
+def _of_stream(lines: list[Line], speaking: set[int]) -> list[Raised]:
     found: list[Raised] = []
     frames: list[re.Match[str]] = []
     inside = ignored = False
     for line in lines:
         text = line.text
-        if not inside and not _SPEAKS.search(text):
+        if not inside and id(line) not in speaking:
             continue
         if _IGNORED.match(text):
             ignored = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from everstep.faults.candidates import NOTICE, PROGRAM, Candidate, Found
 from everstep.faults.series import waiting_in
-from everstep.faults.stacks import stacks_in
 
 
 def victims(found: Found, chosen: Candidate | None) -> tuple[int, ...]:
@@ -47,8 +46,8 @@ def _undecided(found: Found) -> tuple[int, ...]:
 
 def _waiting(found: Found) -> set[int]:
     """Ranks whose stack, heartbeat or step time says that they wait for another one."""
-    waits = {stack.rank for stack in stacks_in(found.scene.lines) if stack.waits}
-    return waits | waiting_in(found.scene.beats, found.scene.lines)
+    waits = {stack.rank for stack in found.stacks if stack.waits}
+    return waits | waiting_in(found.scene.beats, found.scene.index.about("compute"))
 
 
 def _sorted(ranks: set[int | None] | set[int], roots: frozenset[int]) -> tuple[int, ...]:

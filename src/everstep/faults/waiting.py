@@ -24,9 +24,11 @@ from everstep.faults.match import Fact
 from everstep.faults.peers import Vote, vote
 from everstep.faults.programs import of_end
 from everstep.faults.series import odd_sum_in, silent_in, spike_in, straggler_in
-from everstep.faults.stacks import Stack, outliers, stacks_in
+from everstep.faults.stacks import Stack, outliers
 
 _NAMES = ("NCCL_REMOTE_ERROR", "GLOO_CONN_CLOSED")
+_NO_STEP = re.compile(r"^no step (?:boundary )?for \d+ s\b")
+_TOLD = re.compile(r"\((rank \d.*)\)")
 _ABSENT = re.compile(
     r"(?i)\b(?:absent|missing|not joined|did not join|waiting for|no news of)[:,]? (?:agents? "
     r"|nodes? |of )*(?P<node>[\w.-]+)"
@@ -35,7 +37,7 @@ _ABSENT = re.compile(
 
 def stack_candidates(found: Found) -> list[Candidate]:
     """The outlier of the stacks, or a single process that stands in an abort."""
-    stacks = stacks_in(found.scene.lines)
+    stacks = found.stacks
     aborting = [stack for stack in stacks if stack.aborts]
     if aborting and len(aborting) <= max(1, len(stacks) // 2):
         return [_of_stacks(found, "ABORT_HANG", aborting, "its stack stands in the abort")]
@@ -78,11 +80,14 @@ def collective_candidates(found: Found) -> list[Candidate]:
         made.append(found.made("NCCL_HEARTBEAT", level, beats, ranks=ranks, why=why))
     if not culprits and (silent := silent_in(scene.beats)) and timeouts:
         culprits, why = silent, "its heartbeat stands outside the collective"
-    if culprits and (timeouts or stuck.missing):
+    recorded = [line for line in scene.index.about("collective")
+                if line.source == "agent" and "light recorder" in line.text]  # fmt: skip
+    if culprits and (timeouts or stuck.missing or recorded):
         facts = timeouts or [
             found.fact("NCCL_WATCHDOG_TIMEOUT", line)
-            for line in scene.lines if "missing" in line.text.lower()
-        ]  # fmt: skip
+            for line in recorded or scene.lines
+            if recorded or "missing" in line.text.lower()
+        ]
         made.append(
             found.made("NCCL_WATCHDOG_TIMEOUT", WATCHDOG, facts, ranks=frozenset(culprits), why=why)
         )
@@ -92,7 +97,7 @@ def collective_candidates(found: Found) -> list[Candidate]:
 
 def _odd_stack(found: Found) -> set[int]:
     """The few whose program stands elsewhere than the others', though all wait in collectives."""
-    stacks = stacks_in(found.scene.lines)
+    stacks = found.stacks
     shapes = Counter(stack.shape for stack in stacks).most_common()
     if len(shapes) < 2 or shapes[0][1] <= len(stacks) / 2:
         return set()
@@ -103,7 +108,7 @@ def noted_candidates(found: Found) -> list[Candidate]:
     """What a watchdog or a monitor says in words: a slow path, a straggler, an abort that hangs;
     and notes of the program itself."""
     notes = [fact for fact in found.facts if fact.severity == "notice" and fact.kind != "node"]
-    made = [found.made(fact.fault, NOTICE, [fact], action=fact.action, depth=fact.depth,
+    made = [found.made(fact.fault, NOTICE, [fact], action=fact.meaning.action, depth=fact.depth,
                        survivable=True) for fact in notes]  # fmt: skip
     for fault in ("ROCE_ECMP_SLOW", "STRAGGLER", "LOSS_SPIKE", "ABORT_HANG"):
         facts = found.of(fault)
@@ -121,8 +126,7 @@ def signal_candidates(found: Found) -> list[Candidate]:
     facts = [fact for fact in found.facts if fact.kind == "signal"
              and fact.fault != "SIGTERM_EXTERNAL"]  # fmt: skip
     return [
-        found.made(fact.fault, SIGNAL, [fact], action=fact.action, domain=fact.domain,
-                   depth=fact.depth, place=fact.place, ranks=fact.ranks)
+        found.made(fact.fault, SIGNAL, [fact], ranks=fact.ranks, **fact.traits)
         for fact in facts
     ]  # fmt: skip
 
@@ -143,6 +147,20 @@ def _barrier(found: Found, named: set[int]) -> list[Candidate]:
     ]  # fmt: skip
 
 
+def told_candidates(found: Found) -> list[Candidate]:
+    """A hang that an agent tells of, with the ranks that it found apart from the others."""
+    lines = [line for line in found.scene.lines
+             if line.source == "agent" and _NO_STEP.search(line.text)]  # fmt: skip
+    ranks = frozenset(
+        int(rank) for line in lines
+        for told in _TOLD.findall(line.text) for rank in re.findall(r"\brank (\d+)", told)
+    )  # fmt: skip
+    if not ranks or len(ranks) * 2 > max(found.scene.world, 1):
+        return []
+    facts = [found.fact("HANG_APP", line) for line in lines]
+    return [found.made("HANG_APP", WATCHDOG - 1, facts, ranks=ranks, why="an agent found it apart")]
+
+
 def beat_candidates(found: Found) -> list[Candidate]:
     """Nothing but heartbeats: one rank stands elsewhere while others wait in a collective."""
     silent = silent_in(found.scene.beats)
@@ -160,20 +178,20 @@ def beat_candidates(found: Found) -> list[Candidate]:
 def series_candidates(found: Found) -> list[Candidate]:
     """Figures that stand out: the loss, one rank's step time."""
     made: list[Candidate] = []
-    if spike := spike_in(found.scene.lines):
+    if spike := spike_in(found.scene.index.about("loss")):
         action = "rollback" if spike.lasting else "continue"
         made.append(
             found.made("LOSS_SPIKE", WATCHDOG - 2 if spike.lasting else NOTICE,
                        [found.fact("LOSS_SPIKE", spike.line)], action=action,
                        why=f"the loss jumped at step {spike.step}")
         )  # fmt: skip
-    if odd := odd_sum_in(found.scene.lines):
+    if odd := odd_sum_in(found.scene.index.about("checksum")):
         line, ranks = odd
         made.append(
             found.made("SDC", NODE, [found.fact("SDC", line)], ranks=frozenset(ranks),
                        why="its replica has another checksum than all others")
         )  # fmt: skip
-    if slow := straggler_in(found.scene.lines):
+    if slow := straggler_in(found.scene.index.about("compute")):
         made.append(
             found.made("STRAGGLER", NOTICE + 1, [found.fact("STRAGGLER", slow.line)],
                        ranks=frozenset((slow.rank,)), node=found.scene.node_of(slow.rank),
@@ -208,7 +226,7 @@ def peer_candidates(found: Found) -> list[Candidate]:
 def _deepest(facts: list[Fact]) -> dict[str, object]:
     """Depth, action and domain of the most specific of the facts."""
     best = max(facts, key=lambda fact: fact.depth)
-    return {"depth": best.depth, "action": best.action, "domain": best.domain}
+    return {"depth": best.depth, "action": best.meaning.action, "domain": best.meaning.domain}
 
 
 def _named(found: Found, fault: str, votes: Vote | None) -> list[Candidate]:

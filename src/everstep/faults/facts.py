@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import replace
+
+import msgspec
 
 from everstep.faults.candidates import Found
-from everstep.faults.catalog import Catalog
+from everstep.faults.catalog import Catalog, Meaning
 from everstep.faults.collective import stuck_in
 from everstep.faults.earlier import earlier
-from everstep.faults.match import Fact, facts_of
+from everstep.faults.lines import Line
+from everstep.faults.match import Fact
 from everstep.faults.scene import Scene
 from everstep.faults.tracebacks import Raised, raised_in
 
@@ -42,6 +44,14 @@ _QUIET = re.compile(
 )
 
 
+_NO_MATTER = re.compile(
+    r"(?i)\b(?:ignored|ignoring|handled|continuing|dropped|falling back|fall back|recovered)\b"
+    r"|\bskipp(?:ed|ing)\b|\(optional\)|^\s*(?:#|other jobs?\b)|\btests?/\S+::"
+    r"|^(?:\w+ )?(?:config(?:uration)?|arg(?:ument)?s)\s*[:=]\s*[{(]|\bNamespace\("
+)
+"""Without a traceback: what the program goes on after, comments, names of tests, options."""
+
+
 _PEER = re.compile(
     r"(?:DistBackendError|DistNetworkError|DistStoreError|DistError|Rendezvous\w+|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ConnectionRefusedError|EOFError)$"
@@ -49,7 +59,7 @@ _PEER = re.compile(
 
 
 _CUDA = re.compile(
-    r"(?i)\bCUDA (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup"
+    r"(?i)\b(?:CUDA|HIP) (?:driver )?error\b|CUDNN_STATUS|CUBLAS_STATUS|\bNCCL\b|gloo|ProcessGroup"
     r"|TCPStore|\bc10d\b"
     r"|^(?:Socket Timeout|Broken pipe|Connection (?:reset|refused|closed|timed out))"
 )
@@ -60,45 +70,63 @@ _RAN = re.compile(
 )
 
 
-def find(scene: Scene, catalog: Catalog) -> Found:
+def gathered(scene: Scene, catalog: Catalog) -> Found:
     """Match all lines, and give exceptions their class."""
-    found = Found(scene, catalog, facts_of(scene.lines, catalog), raised_in(scene.lines))
-    ignored = {(raised.line.signal, raised.line.order) for raised in found.raised if raised.ignored}
-    found.facts = [fact for fact in found.facts
-                   if (fact.line.signal, fact.line.order) not in ignored]  # fmt: skip
-    found.raised = [raised for raised in found.raised if not raised.ignored]
-    found.facts = [fact for fact in _with_exceptions(found) if not _is_aside(fact)]
-    found.span = _span(found)
-    found.past = earlier(scene.past + scene.commits, catalog)
-    found.stuck = stuck_in(scene.lines)
-    return found
+    everything = raised_in(scene.lines, scene.index.about("traceback"))
+    ignored = {(raised.line.signal, raised.line.order) for raised in everything if raised.ignored}
+    raised = [each for each in everything if not each.ignored]
+    matched = [
+        fact for fact in scene.index.facts() if (fact.line.signal, fact.line.order) not in ignored
+    ]
+    facts = [
+        fact
+        for fact in _with_exceptions(matched, raised, catalog.meanings["USER_EXCEPTION"])
+        if not _is_aside(fact) and not _is_over(fact, scene.recovered)
+    ]
+    return Found(
+        scene, catalog, facts, raised, _span(facts, scene),
+        earlier(scene.past + scene.commits, catalog),
+        stuck_in(scene.index.about("collective")),
+    )  # fmt: skip
 
 
-def _with_exceptions(found: Found) -> list[Fact]:
+def _with_exceptions(facts: list[Fact], raised: list[Raised], own: Meaning) -> list[Fact]:
     """Facts on the lines of exceptions know their frame; exceptions without a fact are the
-    program's own, unless they speak of communication."""
-    facts = list(found.facts)
+    program's ``own``, unless they speak of communication."""
+    known = list(facts)
     at: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, fact in enumerate(facts):
+    for number, fact in enumerate(known):
         at[fact.line.signal, fact.line.order].append(number)
     extra: list[Fact] = []
-    for raised in found.raised:
-        line = raised.line
-        own = [
+    for each in raised:
+        line = each.line
+        near = [
             number
             for order in range(line.order, line.order + 6)
             for number in at.get((line.signal, order), ())
-            if facts[number].rank == line.rank
+            if known[number].rank == line.rank
         ]
-        for number in own:
-            facts[number] = replace(facts[number], frame=raised.frame, message=_said(raised))
-        if not own and not _NOISE.search(raised.name) and not _of_peers(raised):
-            extra.append(
-                replace(
-                    found.fact("USER_EXCEPTION", line), frame=raised.frame, message=_said(raised)
-                )
+        for number in near:
+            known[number] = msgspec.structs.replace(
+                known[number], frame=each.frame, message=_said(each)
             )
-    return facts + extra
+        if not near and not _NOISE.search(each.name) and not _of_peers(each):
+            extra.append(Fact(own, line, frame=each.frame, message=_said(each)))
+    return known + extra
+
+
+def _is_over(fact: Fact, recovered: list[Line]) -> bool:
+    """Whether an agent's watch said later that what it had told of is well again."""
+    line = fact.line
+    if line.source != "agent" or not line.text.startswith(("mount watch: ", "disk watch: ")):
+        return False
+    return any(
+        each.node == line.node
+        and (each.time or 0.0) >= (line.time or 0.0)
+        and each.text.partition(": ")[2].partition(" is well again")[0].partition(": there")[0]
+        in line.text
+        for each in recovered
+    )
 
 
 def _of_peers(raised: Raised) -> bool:
@@ -115,7 +143,12 @@ def _is_aside(fact: Fact) -> bool:
     """Lines that only mention a fault of the program: a supervisor that found all well, a warning,
     a retry that may still succeed. What really ended it comes as an exception."""
     text = fact.line.text
-    if fact.kind != "program" or fact.message:
+    if fact.kind != "program":
+        return False
+    spoken = fact.line.source == "log" and not fact.frame
+    if spoken and not fact.survivable and fact.fault != "NAN_INF" and _NO_MATTER.search(text):
+        return True
+    if fact.message:
         return False
     if fact.line.source == "agent":
         return _WELL.search(text) is not None
@@ -123,16 +156,15 @@ def _is_aside(fact: Fact) -> bool:
     return not exempt and _QUIET.search(text) is not None
 
 
-def _span(found: Found) -> tuple[float, float] | None:
+def _span(facts: list[Fact], scene: Scene) -> tuple[float, float] | None:
     """When it failed: from the first to the last end or error, less the time that was waited."""
-    ends = found.scene.ends.values()
-    times = [end.time for end in ends if end.code != 0 and end.time is not None]
-    for fact in found.facts:
+    times = [end.time for end in scene.ends.values() if end.code != 0 and end.time is not None]
+    for fact in facts:
         if fact.kind in ("program", "peer", "watchdog") and fact.line.time is not None:
             waited = _RAN.search(fact.line.text)
             seconds = float(next(filter(None, waited.groups()))) / 1000 if waited else 0.0
             times += [fact.line.time, fact.line.time - seconds]
-    for beat in found.scene.beats:
+    for beat in scene.beats:
         if beat.time is not None and beat.age >= 60:
             times.append(beat.time - beat.age)
     return (min(times), max(times)) if times else None

@@ -1,7 +1,7 @@
 """Classes whose action, domain or root depends on more than their own lines.
 
 Owns: one function for each such class. Never does: I/O, choose. Called by:
-:mod:`everstep.faults.adjust`.
+:mod:`everstep.faults.judge`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from everstep.faults.candidates import NOTICE, PROGRAM, WATCHDOG, Candidate, Found
+from everstep.faults.candidates import DEGRADED, NOTICE, PEER, PROGRAM, WATCHDOG, Candidate, Found
+from everstep.faults.exits import INT, KILL, TERM
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact
-from everstep.faults.otherwise import differs, whole_node
-from everstep.faults.records import Action, Domain
+from everstep.faults.records import Domain
 from everstep.faults.scene import bus_id
 from everstep.faults.series import silent_in, straggler_in
+from everstep.faults.spread import differs, whole_node
 
 LATE_S = 3600.0
 """Seconds of an attempt after which its credentials were good once."""
@@ -37,6 +38,8 @@ _SERVED = re.compile(r"(?i)\bnfs\b|rpc_wait|lustre|ceph|fuse|sunrpc")
 _TIMES = re.compile(r"([\d.]+) times")
 
 
+_UP = re.compile(r"(?i)link (?:is )?up\b|port active|carrier (?:acquired|up)|state (?:\d: )?ACTIVE")
+_PORT = re.compile(r"\b(?:mlx\d_\w+(?::\d)?|ib\d+|en[ops]\w+|eth\d+|bond\d+|bnxt\w+)\b")
 _BRAKED = re.compile(
     r"(?i)(?:slow ?down|power brake|power cap)[^\n]{0,20}\bactive|SM \d+ MHz \(others|throttl"
 )
@@ -122,6 +125,15 @@ def _one_node(candidate: Candidate, found: Found) -> Candidate:
                    why="it fails on this node and not on others")  # fmt: skip
 
 
+def _missing(candidate: Candidate, found: Found) -> Candidate:
+    """Where an agent saw the mount go, what was on it is missing since then."""
+    nodes = {found.scene.node_of(rank) for rank in candidate.ranks} - {None}
+    gone = {fact.node for fact in found.of("STALE_MOUNT") if fact.kind == "node"}
+    if nodes and nodes <= gone:
+        return replace(candidate, level=DEGRADED - 1, why="its mount is gone")
+    return _one_node(candidate, found)
+
+
 def _token(candidate: Candidate, found: Found) -> Candidate:
     """A token that ran out in a long run is fresh in a new process; one never good is not."""
     late = any("expired" in fact.line.text.lower() for fact in candidate.facts) and any(
@@ -196,11 +208,23 @@ def _named(text: str) -> int | None:
 
 
 def _save(candidate: Candidate, found: Found) -> Candidate:
-    """A failed save is fatal only where the process ended by it."""
-    ended = {end.rank for end in found.scene.ends.values() if end.code != 0}
-    action: Action = "restart_in_place" if candidate.ranks & ended else "continue"
-    level = PROGRAM if candidate.ranks & ended else NOTICE
-    return replace(candidate, action=action, level=level, survivable=action == "continue")
+    """A failed save is fatal only where the process ended by it; where nobody tells how processes
+    ended, an exception after which its output tells of no further step did end it."""
+    ends = found.scene.ends
+    ended = {end.rank for end in ends.values() if end.code != 0}
+    fatal = bool(candidate.ranks & ended) or (not ends and _is_last(candidate, found))
+    return replace(
+        candidate, action="restart_in_place" if fatal else "continue",
+        level=PROGRAM if fatal else NOTICE, survivable=not fatal,
+    )  # fmt: skip
+
+
+def _is_last(candidate: Candidate, found: Found) -> bool:
+    raised = {fact.line.signal: fact.line.order for fact in candidate.facts if fact.message}
+    later = any(
+        line.order > raised.get(line.signal, line.order) for line in found.scene.index.about("loss")
+    )
+    return bool(raised) and not later and not found.scene.alive and not found.scene.over
 
 
 def _crash(candidate: Candidate, found: Found) -> Candidate:
@@ -230,8 +254,8 @@ def _lost(candidate: Candidate, found: Found) -> Candidate:
     scene = found.scene
     facts = []
     for fact in candidate.facts:
-        count = re.search(r"(\d+) of (\d+) GPU", fact.line.text)
-        if count is None or int(count[1]) < int(count[2]):
+        seen, all_of_them = _counted(fact.line.text)
+        if seen is None or all_of_them is None or seen < all_of_them:
             facts.append(fact)
     if not facts:
         return replace(candidate, level=0)
@@ -247,6 +271,15 @@ def _lost(candidate: Candidate, found: Found) -> Candidate:
     if len(local) == 1:
         return replace(candidate, facts=tuple(facts), ranks=frozenset((on_node[local.pop()],)))
     return replace(candidate, facts=tuple(facts))
+
+
+def _counted(text: str) -> tuple[int | None, int | None]:
+    """How many devices there are, and how many there should be."""
+    if found := re.search(r"(\d+) of (\d+) GPU", text):
+        return int(found[1]), int(found[2])
+    if found := re.search(r"(?i)expected (\d+) (?:GPU|device)\D{0,30}(\d+)", text):
+        return int(found[2]), int(found[1])
+    return None, None
 
 
 def _pairs(candidate: Candidate, found: Found) -> Candidate:
@@ -295,6 +328,8 @@ def _slow_path(candidate: Candidate, found: Found) -> Candidate:
 def _port(candidate: Candidate, found: Found) -> Candidate:
     """The ranks of the node that met the port's errors, all of it where none tells. A port that
     goes down twice is no flap that the transport outlives."""
+    if not found.scene.ends and _up_again(candidate, found):
+        return replace(candidate, level=NOTICE, survivable=True)
     met = [fact for fact in found.of("IB_LINK_DOWN", "IB_CQE_ERR") if fact.line.rank is not None]
     downs = Counter(fact.rank for fact in candidate.facts)
     return replace(
@@ -304,9 +339,23 @@ def _port(candidate: Candidate, found: Found) -> Candidate:
     )
 
 
+def _up_again(candidate: Candidate, found: Found) -> bool:
+    """Whether each port that went down is said to be up in a later line of the same signal."""
+    ups = [line for line in found.scene.lines if _UP.search(line.text)]
+    return all(
+        any(
+            up.signal == fact.line.signal
+            and up.order > fact.line.order
+            and set(_PORT.findall(up.text)) & set(_PORT.findall(fact.line.text))
+            for up in ups
+        )
+        for fact in candidate.facts
+    )
+
+
 def _hot(candidate: Candidate, found: Found) -> Candidate:
     """Heat that slows no rank down is only noted."""
-    slow = straggler_in(found.scene.lines)
+    slow = straggler_in(found.scene.index.about("compute"))
     return replace(candidate, survivable=slow is None)
 
 
@@ -343,7 +392,16 @@ def _on(facts: Sequence[Fact], ranks: tuple[int, ...]) -> frozenset[int]:
     return frozenset(fact.rank for fact in facts if fact.rank is not None and fact.rank in ranks)
 
 
-SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
+def _cancelled(candidate: Candidate, found: Found) -> Candidate:
+    """Slurm ends a step also since one of its tasks failed: then nobody cancelled it."""
+    step = all("*** STEP" in fact.line.text for fact in candidate.facts)
+    failed = any(end.code > 0 or (end.signal and end.signal not in (INT, KILL, TERM))
+                 for end in found.scene.ends.values())  # fmt: skip
+    return replace(candidate, level=0) if step and failed and candidate.level < PEER else candidate
+
+
+CLASS_RULES: dict[str, Callable[[Candidate, Found], Candidate]] = {
+    "USER_CANCEL": _cancelled,
     "CUDA_OOM": _cuda_oom,
     "ILLEGAL_ADDR_SW": _illegal,
     "PERMISSION": _one_node,
@@ -364,6 +422,6 @@ SPECIAL: dict[str, Callable[[Candidate, Found], Candidate]] = {
     "GPU_THERMAL": _hot,
     "SIGBUS_SHM": _bus_error,
     "UNSCHEDULABLE_QUOTA": _no_room,
-    "DATA_MISSING": _one_node,
+    "DATA_MISSING": _missing,
     "ROCE_ECMP_SLOW": _slow_path,
 }
