@@ -185,6 +185,10 @@ class Responder:
         incident = fold(self._chronicle.read()).incident(decided.incident)
         return incident.where if incident is not None else None
 
+    def interrupted(self, attempt: int, word: LastWord) -> None:
+        """A claimed attempt was given up before it had anything to lose: nobody failed in it."""
+        self._write_end(attempt, AttemptFacts(offline=self._chronicle.offline), word)
+
     # -- the parts of an answer
 
     def _ended(self, case: Case, word: LastWord) -> Decision:
