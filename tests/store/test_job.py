@@ -111,8 +111,8 @@ def test_s1_health_goes_with_the_indexes_into_the_manifest(job: Job, clock: Manu
     old = clock.now
     save(job, 6)  # without a word of its health
     assert job.recovery_points(now=old) == (
-        (Point(5, 1), "store", True),
-        (Point(6, 1), "store", False),
+        (Point(5, 1), "store", True, True),
+        (Point(6, 1), "store", False, False),
     )
     assert not any(p.healthy for p in job.recovery_points(now=old, detection_delay=21.0))
 

@@ -89,8 +89,11 @@ def test_what_the_job_can_go_back_to(found: list[CheckpointInfo]) -> None:
     assert [r.point for r in offered] == sorted(i.point for i in found if i.sound and i.on_lineage)
     for one in offered:
         info = known[one.point]
-        old = info.committed_at is not None and NOW - info.committed_at >= 10.0
-        assert one == (info.point, "store", old and info.health == SOUND)
+        known_age = info.committed_at is not None
+        old = known_age and NOW - (info.committed_at or NOW) >= 10.0
+        sound = info.health == SOUND
+        assert one[:3] == (info.point, "store", old and sound)
+        assert one.sound == (sound and known_age)
 
 
 def test_the_health_of_all_ranks_is_the_worst_of_each_fact() -> None:

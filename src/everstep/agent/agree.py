@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from everstep.agent.decide import AttemptEnd, Decision
@@ -60,9 +61,16 @@ def gather_ends(
         if lost:
             round_.say_failed()  # those that live end their workers, which wait for the lost ones
     replaced = any(end.members_changed for end in round_.ended().values())
-    wanted = set(range(round_.nodes)) - lost
-    poll(lambda: wanted.issubset(round_.ended()), REPLACED_SECONDS if replaced else ENDS_SECONDS)
+    until = clock() + (REPLACED_SECONDS if replaced else ENDS_SECONDS)
+    while (left := until - clock()) > 0 and not _has_said(round_, lost):
+        poll(partial(_has_said, round_, lost), min(beat, left))
+        lost = silence.nodes()
     return round_.ended()
+
+
+def _has_said(round_: Round, lost: set[int]) -> bool:
+    """Whether all nodes but those that are lost have said how they ended."""
+    return (set(range(round_.nodes)) - lost).issubset(round_.ended())
 
 
 def announce(
@@ -80,13 +88,14 @@ def announce(
 def hear_verdict(
     round_: Round,
     *,
+    meanwhile: Callable[[], None] = lambda: None,
     clock: Clock = time.monotonic,
     beat: float = BEAT_SECONDS,
 ) -> tuple[Decision, bool]:
     """Every other node: the leader's decision, and whether the same nodes go on.
 
     Raises :class:`RendezvousLost` where it does not come once a failure is known, or the leader
-    shows no life for ``SILENT_SECONDS``.
+    shows no life for ``SILENT_SECONDS``. ``meanwhile`` is called again and again while it waits.
     """
     silence = Silence(round_, clock)
     while not round_.failed() and round_.decision() is None:
@@ -96,7 +105,12 @@ def hear_verdict(
                 f"the agent of the leader (node 0) has shown no life for {SILENT_SECONDS:g} s.",
                 hint="It died or hangs: start it again on that node, or another one in its place.",
             )
-    poll(lambda: round_.decision() is not None, LEADER_SECONDS)
+
+    def is_decided() -> bool:
+        meanwhile()
+        return round_.decision() is not None
+
+    poll(is_decided, LEADER_SECONDS)
     verdict = round_.decision()
     if verdict is None:
         raise RendezvousLost(

@@ -98,17 +98,16 @@ class Chronicle:
         self._ask("read", lambda: found.extend(_last_of(self._opened())))
         return found[0] if found else None
 
-    def recovery_points(self) -> tuple[RecoveryPoint, ...]:
-        """What the job could go back to; nothing where the store is away."""
+    def recovery_points(self) -> tuple[RecoveryPoint, ...] | None:
+        """What the job could go back to; None where the store is away."""
         found: list[RecoveryPoint] = []
         delay = self._settings.detection_delay
 
         def look() -> None:
             points = self._opened().recovery_points(detection_delay=delay)
-            found.extend(RecoveryPoint(p.point, p.tier, p.healthy) for p in points)
+            found.extend(RecoveryPoint(p.point, p.tier, p.healthy, p.sound) for p in points)
 
-        self._ask("read", look)
-        return tuple(found)
+        return tuple(found) if self._ask("read", look) else None
 
     def write(self, records: Iterable[Record]) -> None:
         """Record them, durably, before what they say is begun (F6): in the store, or where it is

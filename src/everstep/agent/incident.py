@@ -7,7 +7,7 @@ Owns: the incident's signals and names. Pure: records in, records out. Never doe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,7 +23,7 @@ from everstep.faults.records import Incident, Signal, Verdict
 class Case:
     """An attempt that has ended, as the leader knows it. ``ends`` is what its nodes said, ``end``
     the same in one; ``began`` and ``failed`` are times of CLOCK_MONOTONIC here. ``spares`` are
-    agents that wait to join."""
+    agents that wait to join; ``others`` gives what other nodes have seen since."""
 
     plan: Plan
     ends: Mapping[int, NodeEnd]
@@ -32,11 +32,13 @@ class Case:
     failed: float
     spares: int = 0
     late: tuple[Signal, ...] = field(default=())
+    others: Callable[[], tuple[Signal, ...]] = tuple
 
     @property
     def age(self) -> float:
         """Seconds for which the failure had gone on when it was seen."""
-        return max((said.age for said in self.ends.values()), default=0.0)
+        lost = SILENT_SECONDS if self.end.lost_nodes else 0.0
+        return max((said.age for said in self.ends.values()), default=lost)
 
     @property
     def nodes(self) -> dict[str, tuple[int, ...]]:

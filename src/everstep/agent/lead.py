@@ -16,14 +16,14 @@ from collections.abc import Callable
 import msgspec
 
 from everstep.agent.chronicle import Chronicle
-from everstep.agent.decide import Decision, LastWord
+from everstep.agent.decide import Decision, LastWord, last_word
 from everstep.agent.evidence import Evidence
 from everstep.agent.flags import Launch
 from everstep.agent.incident import Case
 from everstep.agent.notify import Notifier
 from everstep.agent.owner import Owner
 from everstep.agent.policy import policy_of
-from everstep.agent.proof import Proofs
+from everstep.agent.proof import PROVED_SECONDS, Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Asked
 from everstep.agent.respond import Responder, newer
@@ -34,6 +34,10 @@ from everstep.faults.records import Signal
 
 RESUME_TIMES = 3.0
 """A restart may take so many times as long as the slowest that was seen."""
+LATE_SHARE = 0.75
+"""Of the time for which an incident is open: when nodes tell what they have seen since."""
+OTHERS_SECONDS = 0.5
+"""For the rendezvous' store to give what the others have told."""
 OVERDUE_SECONDS = 60.0
 """Between two looks for incidents whose time to be proved is over."""
 
@@ -92,6 +96,7 @@ class Lead:
         self.committed = last.committed if last is not None else -1
         decision = self._responder.begin(names, last, spares=spares)
         self._next = decision.record
+        self._take_over()
         return decision
 
     def claim(self, *, patience: float, promise: bool = False) -> int:
@@ -120,9 +125,9 @@ class Lead:
     def left_out(
         self, names: tuple[str, ...], decided: DecisionRecord, spares: int
     ) -> tuple[int, ...]:
-        """The nodes of a round that were decided against, if as many others wait for their place;
-        one that has come since is as good as any."""
-        against = set(self._considered) - set(decided.rung.nodes)
+        """The nodes of a round that were decided against, or are shut out, if as many others wait
+        for their place; any other that has come since is as good as those that were meant."""
+        against = set(self._considered) - set(decided.rung.nodes) | self._responder.excluded()
         out = tuple(node for node, name in enumerate(names) if name in against)
         return out if out and spares >= len(out) else ()
 
@@ -188,6 +193,7 @@ class Lead:
         result = ResultRecord(
             f"{decided.incident}.replay", decided.incident, self._record.attempt,
             self._chronicle.stamp(), replay_differed=True,
+            node=self._responder.node_of(decided.incident),
         )  # fmt: skip
         self._chronicle.note(result)
 
@@ -211,8 +217,11 @@ class Lead:
         self._tells_steps = self._tells_steps or case.end.attached
         self.committed = max(self.committed, case.end.committed)
         self._claimed = None
+        if self._responder.open is not None:  # of the attempt before: what came since is its own
+            self._late = self._responder.settle(self._more(0.0))
         late, self._late = self._late, None
-        if late is None:
+        word = last_word(case.end)
+        if late is None or (word is not None and not word.failed):
             now = time.monotonic()
             self._considered, self._case = case.plan.names(), case
             decision = self._responder.answer(case, self._more)
@@ -230,6 +239,14 @@ class Lead:
         self._notifier.close()
         self._chronicle.close()
 
+    def _take_over(self) -> None:
+        """What waits for its proof, of attempts that another agent decided on, waits here."""
+        now = time.monotonic()
+        for incident, age in self._responder.unproved():
+            if age < PROVED_SECONDS:
+                then = now - age
+                self.proofs.begin(incident, since=then, failed=then, ended=then, decided=then)
+
     def _try_to_prove(self, decision: Decision, case: Case, ended: float) -> None:
         if decision.action == "restart" and decision.incident is not None:
             self.proofs.begin(
@@ -243,7 +260,8 @@ class Lead:
         case = self._case
         if case is None:
             return ()
-        return self._evidence.late(case.began, case.failed, case.plan.names()[0])
+        own = self._evidence.late(case.began, case.failed, case.plan.names()[0])
+        return (*own, *case.others())
 
     def _conclude(self, results: list[ResultRecord]) -> None:
         for found in results:
@@ -277,3 +295,39 @@ class Late:
             self._held = False
             self._release()
         return why
+
+
+class Follower:
+    """What an agent that does not lead still owes of a failure: what its node sees of it after its
+    workers have ended (:class:`~everstep.agent.supervise.Provisional`). ``say`` takes it."""
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        say: Callable[[tuple[Signal, ...]], None],
+        *,
+        began: float,
+        failed: float,
+        patience: float,
+        name: str,
+    ) -> None:
+        self._evidence = evidence
+        self._say = say
+        self._began = began
+        self._failed = failed
+        self._name = name
+        # Before the leader looks, which it does when the whole of its patience is over.
+        self.due = failed + patience * LATE_SHARE
+
+    def settle(self) -> str:
+        """Tell it, once; whether the attempt may go on is the leader's affair."""
+        self.due = math.inf
+        seen = self._evidence.late(self._began, self._failed, self._name)
+        if seen:
+            self._say(seen)
+        return ""
+
+    def look(self) -> None:
+        """Tell it if it is due."""
+        if time.monotonic() >= self.due:
+            self.settle()

@@ -28,7 +28,7 @@ from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.hang import HangWatch, Patience, emptied, stacks_folder
 from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper
-from everstep.agent.lead import Late, Lead
+from everstep.agent.lead import OTHERS_SECONDS, Follower, Late, Lead
 from everstep.agent.line import StoreSilent
 from everstep.agent.number import own_index
 from everstep.agent.output import Output
@@ -48,7 +48,7 @@ from everstep.agent.rendezvous import (
     found_again,
 )
 from everstep.agent.signals import Interrupted, Signals
-from everstep.agent.supervise import Learnt, Supervision
+from everstep.agent.supervise import Learnt, Provisional, Supervision
 from everstep.agent.tend import TRY_SECONDS, Tending
 from everstep.agent.watch.flight import Flight, variables
 from everstep.agent.watch.stacks import Stacks
@@ -69,6 +69,7 @@ from everstep.errors import (
     RestoreError,
     StoreError,
 )
+from everstep.faults.records import Signal
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
 
@@ -89,6 +90,7 @@ class Agent:
         self._took_part = False
         self._same_nodes = False
         self._began, self._failed = 0.0, math.inf
+        self._follower: Follower | None = None
         self._hangs = Patience()
         self._workers_ended_at = math.inf
         self._failures: list[report.Failure] = []
@@ -429,11 +431,16 @@ class Agent:
             grace=self._launch.settings.grace,
             shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
             listen_every=self._launch.config.monitor_interval,
-            provisional=Late(self._lead, self._keeper.release), hang=self._hang_watch(group),
+            provisional=self._provisional(round_), hang=self._hang_watch(group),
         )  # fmt: skip
         end = supervision.run()
         self._failed = min(supervision.failed_at, time.monotonic())
         return end
+
+    def _provisional(self, round_: Round) -> Provisional:
+        if round_.leads or self._follower is None:
+            return Late(self._lead, self._keeper.release)
+        return self._follower
 
     def _hang_watch(self, group: Workers) -> HangWatch:
         began, ranks = self._began, tuple(group.pids)
@@ -450,19 +457,21 @@ class Agent:
     def _agree(self, round_: Round, plan: Plan, end: NodeEnd) -> Decision:
         """What all nodes do next: the leader decides, from what all nodes say."""
         if round_.nodes == 1:
-            return self._decide(plan, {0: end})
+            return self._decide(round_, plan, {0: end})
         try:
             with self._signals.interruptible():
                 round_.say_ended(end)
                 if round_.leads:
-                    decision = self._decide(plan, agree.gather_ends(round_))
+                    decision = self._decide(round_, plan, agree.gather_ends(round_))
                     leave = self._parting(plan, decision)
                     self._same_nodes = self._same_nodes and not leave
                     agree.announce(round_, decision, same_nodes=self._same_nodes, leave=leave)
                     if round_.node in leave:
                         decision = Decision("stop", exits.LEFT_OUT, decision.reason)
                 else:
-                    decision, self._same_nodes = agree.hear_verdict(round_)
+                    self._follower = self._owing(round_, plan)
+                    heard = agree.hear_verdict(round_, meanwhile=self._follower.look)
+                    decision, self._same_nodes = heard
                 if decision.action == "stop" and decision.exit_code != exits.LEFT_OUT:
                     agree.part(round_)
                 return decision
@@ -474,16 +483,43 @@ class Agent:
                 hint="Start its agent again, or another one in its place.",
             ) from gone
 
-    def _decide(self, plan: Plan, ends: dict[int, NodeEnd]) -> Decision:
+    def _decide(self, round_: Round, plan: Plan, ends: dict[int, NodeEnd]) -> Decision:
         end = agree.combine(ends, len(plan.nodes))
         self._same_nodes = not end.lost_nodes and not end.members_changed
         self._reached = self._reached or end.reached >= 0  # a complete snapshot stays in memory
         self._expected = self._expected or self._reached or end.restored >= 0
         spares = self._meeting.spares()
-        decision = self._lead.decide(Case(plan, ends, end, self._began, self._failed, spares))
+        case = Case(
+            plan, ends, end, self._began, self._failed, spares,
+            others=lambda: self._others(round_),
+        )  # fmt: skip
+        decision = self._lead.decide(case)
         if decision.action == "restart" and not end.members_changed:
             self._restarts += 1
         return decision
+
+    def _owing(self, round_: Round, plan: Plan) -> Follower:
+        line = self._meeting.line
+        assert line is not None, "several nodes always have a line"
+
+        def say(seen: tuple[Signal, ...]) -> None:
+            line.submit(lambda: round_.say_late(seen))
+
+        return Follower(
+            self._evidence, say,
+            began=self._began, failed=self._failed, name=plan.names()[round_.node],
+            patience=self._launch.settings.verdict_deadline,
+        )  # fmt: skip
+
+    def _others(self, round_: Round) -> tuple[Signal, ...]:
+        """What the other nodes have seen since they ended, as far as the store gives it."""
+        line = self._meeting.line
+        if line is None or round_.nodes == 1:
+            return ()
+        try:
+            return line.submit(round_.late).result(OTHERS_SECONDS)
+        except (TimeoutError, RuntimeError, RendezvousLost):
+            return ()
 
     def _parting(self, plan: Plan, decision: Decision) -> tuple[int, ...]:
         if decision.record is None or decision.action == "stop":

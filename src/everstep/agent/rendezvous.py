@@ -65,7 +65,7 @@ LEADER_SECONDS = 60.0
 """For the leader's decision, once this node's workers have ended and a failure is known."""
 
 _NODE, _PLAN, _FAILED, _END, _DECISION = "node/", "plan", "failed", "end/", "decision"
-_PARTED, _ALIVE = "parted/", "alive/"
+_PARTED, _ALIVE, _LATE = "parted/", "alive/", "late/"
 _HANGS, _STANDINGS = " hangs", "standings"
 _STATIC_ROUND = "everstep/round"
 _LEFT: list[RendezvousHandler] = []
@@ -297,6 +297,18 @@ class Round:
             for k, key in keys.items()
             if self._store.check([key])
         }
+
+    def say_late(self, signals: tuple[Signal, ...]) -> None:
+        """Tell the leader what was seen here of the failure after this node had ended."""
+        self._store.set(f"{_LATE}{self.node}", msgspec.json.encode(signals).decode())
+
+    def late(self) -> tuple[Signal, ...]:
+        """What the other nodes have told so."""
+        keys = [f"{_LATE}{k}" for k in range(self.nodes) if k != self.node]
+        found = [self._store.get(key) for key in keys if self._store.check([key])]
+        return tuple(
+            one for said in found for one in msgspec.json.decode(said, type=tuple[Signal, ...])
+        )
 
     def say_decision(self, verdict: Verdict) -> None:
         self._put(_DECISION, verdict)

@@ -36,12 +36,14 @@ from everstep.faults.history import (
     ProgressRecord,
     Record,
     RecoveryPoint,
+    ResultRecord,
     next_sequence,
 )
 from everstep.faults.judge import judge
 from everstep.faults.records import UNKNOWN, Signal, Verdict
 from everstep.faults.rules import describe
 from everstep.faults.situation import Policy, Situation
+from everstep.faults.suspicion import excluded, standings
 from everstep.faults.words import needless, word_of
 
 Draw = Callable[[], float]
@@ -73,7 +75,7 @@ class Responder:
         agent: str,
         patience: float,
         catalog: Callable[[], Catalog],
-        points: Callable[[], Sequence[RecoveryPoint]],
+        points: Callable[[], tuple[RecoveryPoint, ...] | None],
         draw: Draw,
         mode: str = "",
         tell: Callable[[DecisionRecord, IncidentRecord | None], None] = lambda *_: None,
@@ -99,18 +101,17 @@ class Responder:
         situation = Situation(
             nodes=tuple(nodes),
             spares=waiting(spares),
-            checkpoints=tuple(self._points()),
+            checkpoints=self._points(),
             highest_claim=self._chronicle.highest_claim,
             jitter=self._draw(),
         )
         response = begin(past, situation, self._policy, self._chronicle.stamp(), facts)
-        return self._carry_out(response, None)
+        made = response.decision
+        incident = fold([*past, *response.records]).incident(made.incident)
+        return self._carry_out(response, incident)
 
     def answer(self, case: Case, more: Gather) -> Decision:
         """What follows an attempt that has ended."""
-        late = self.settle(())
-        if late is not None and late.action == "stop":
-            return late
         word = last_word(case.end)
         if word is not None and not word.failed:
             return self._ended(case, word)
@@ -164,13 +165,41 @@ class Responder:
         """What is tried next: ``decided`` led to no new step in time."""
         past = self._chronicle.read()
         situation = Situation(
-            nodes=tuple(nodes), min_nodes=len(nodes), checkpoints=tuple(self._points()),
+            nodes=tuple(nodes), min_nodes=len(nodes), checkpoints=self._points(),
             highest_claim=max(self._chronicle.highest_claim, decided.begins or 0),
             jitter=self._draw(),
         )  # fmt: skip
         why = f"{decided.action} led to no new step in time"
         stamp = self._chronicle.stamp()
         return self._carry_out(fall(past, decided, situation, self._policy, stamp, why), None)
+
+    def unproved(self) -> list[tuple[IncidentRecord, float]]:
+        """The incidents after which the job was restarted, and of which no result is known yet,
+        with their age in seconds."""
+        history = fold(self._chronicle.read(), now=self._chronicle.stamp())
+        results = [r for _, r in history.records if isinstance(r, ResultRecord)]
+        told = {result.incident for result in results if not result.replay_differed}
+        known = {r.id: at for at, r in reversed(history.records) if isinstance(r, IncidentRecord)}
+        found = []
+        for name, at in known.items():
+            incident = history.incident(name)
+            going_on = any(d.begins is not None for d in history.decisions(name))
+            if incident is not None and incident.fatal and going_on and name not in told:
+                found.append((incident, history.now - at))
+        return found
+
+    def node_of(self, incident: str) -> str:
+        """The one node on which an incident showed, empty where it showed on several, or where
+        the verdict rests on nothing that was seen on a node."""
+        found = fold(self._chronicle.read()).incident(incident)
+        seen = [item for item in found.verdict.evidence if item.role == "root"] if found else []
+        nodes = {item.node for item in seen}
+        return (nodes.pop() or "") if len(nodes) == 1 else ""
+
+    def excluded(self) -> set[str]:
+        """The nodes that get no work now."""
+        past = fold(self._chronicle.read(), now=self._chronicle.stamp())
+        return excluded(standings(past, self._policy.rules))
 
     def skips(self, decided: DecisionRecord) -> tuple[int, ...]:
         """All steps whose batches are left out: by this decision, and by those before it, for
@@ -244,7 +273,7 @@ class Responder:
             spares=waiting(case.spares),
             lost=lost,
             min_nodes=len(names),
-            checkpoints=tuple(self._points()),
+            checkpoints=self._points(),
             highest_claim=max(self._chronicle.highest_claim, case.plan.attempt),
             jitter=self._draw(),
         )

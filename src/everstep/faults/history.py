@@ -48,11 +48,12 @@ class Stamp(msgspec.Struct, frozen=True):
 
 class RecoveryPoint(msgspec.Struct, frozen=True):
     """A complete state that the job could go on from. ``healthy`` as the design has it: finite,
-    replicas agreed, and old enough for what is detected late."""
+    replicas agreed, and old enough for what is detected late; ``sound`` but for its age."""
 
     point: Point
     tier: str = "store"
     healthy: bool = False
+    sound: bool = False
 
 
 class AttemptFacts(msgspec.Struct, frozen=True):
@@ -230,6 +231,7 @@ class ResultRecord(
     repeated: int = 0
     tier: str = ""
     replay_differed: bool = False
+    node: str = ""
 
 
 class WordRecord(

@@ -27,6 +27,8 @@ from everstep.faults.suspicion import (
     standings,
 )
 
+_YOUNG = "no sound checkpoint is old enough for what shows late: the newest sound one is taken"
+
 LADDER: tuple[Action, ...] = (
     "continue",
     "restart_in_place",
@@ -291,7 +293,11 @@ class _Chooser:
     def _roll_back(self, leaving: _Leaving, why: str) -> Draft:
         numeric = self.incident.verdict.domain == "numerical"
         skip = (self.incident.where,) if numeric and self.times > 1 else ()
+        if self.situation.checkpoints is None:
+            alert = "the store cannot be asked for a sound checkpoint: the newest state is tried"
+            return replace(self._in_place(f"{why}; {alert}"), alerts=(*leaving.alerts, alert))
         target = self._healthy()
+        young = () if target is None or target.healthy else (_YOUNG,)
         if target is None and self.situation.checkpoints:
             reason = f"{why}, and no healthy checkpoint is older than step {self._symptom()}"
             return Draft(Rung("stop", why=reason), reason)
@@ -309,18 +315,15 @@ class _Chooser:
             avoided=leaving.avoided,
             replay=numeric and not skip,
             skip=skip,
-            alerts=leaving.alerts,
+            alerts=(*leaving.alerts, *young),
         )
 
     def _healthy(self) -> RecoveryPoint | None:
-        """The newest healthy point before the first symptom. Where a checkpoint is damaged, values
-        are not in doubt: any older one will do."""
+        """The newest healthy point before the first symptom, else one that is only too young to be
+        called so. Where a checkpoint is damaged, values are not in doubt: any older one will do."""
         before, damaged = self._symptom(), self.incident.verdict.domain == "storage"
-        sound = [
-            p
-            for p in self.situation.checkpoints
-            if (p.healthy or damaged) and p.point.step < before
-        ]
+        earlier = [p for p in self.situation.checkpoints or () if p.point.step < before]
+        sound = [p for p in earlier if p.healthy or damaged] or [p for p in earlier if p.sound]
         return max(sound, key=lambda p: p.point, default=None)
 
     def _symptom(self) -> int:
@@ -328,7 +331,7 @@ class _Chooser:
         incident = self.incident
         if incident.first_symptom is not None:
             return incident.first_symptom
-        points = [p.point.step for p in self.situation.checkpoints]
+        points = [p.point.step for p in self.situation.checkpoints or ()]
         if incident.verdict.domain == "storage" and (incident.facts.restored >= 0 or points):
             # Where it could not even be restored, it is the newest, which is tried first.
             return incident.facts.restored if incident.facts.restored >= 0 else max(points)

@@ -18,7 +18,8 @@ class Situation(msgspec.Struct, frozen=True):
 
     ``nodes`` are those of the attempt that ended, in order; ``spares`` stand ready; ``lost`` do
     not answer. ``can_shrink``: the state can be loaded on fewer nodes, down to ``min_nodes``.
-    ``checkpoints`` are the recovery points there are. ``highest_claim`` is the newest attempt that
+    ``checkpoints`` are the recovery points there are, None where the store cannot be asked.
+    ``highest_claim`` is the newest attempt that
     was claimed. ``jitter`` is drawn from [0, 1) for each decision."""
 
     nodes: tuple[str, ...] = ()
@@ -26,7 +27,7 @@ class Situation(msgspec.Struct, frozen=True):
     lost: tuple[str, ...] = ()
     min_nodes: int = 1
     can_shrink: bool = False
-    checkpoints: tuple[RecoveryPoint, ...] = ()
+    checkpoints: tuple[RecoveryPoint, ...] | None = ()
     highest_claim: int = 0
     jitter: float = 0.0
 

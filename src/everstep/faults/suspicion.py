@@ -112,7 +112,7 @@ def _charge_replay(
     """The same batches gave finite values: the device on which they did not is suspect. Where no
     node was named, nobody is (F1)."""
     incident = history.incident(record.incident)
-    node = incident.verdict.root_node if incident is not None else None
+    node = (incident.verdict.root_node if incident is not None else None) or record.node
     if incident is not None and node:
         pod = incident.pods.get(node, "")
         found[f"replay {record.incident}"] = Blame(at, node, pod, rules.soft, record.incident)

@@ -5,6 +5,7 @@ Called by: job, which gathers the facts and executes the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -161,11 +162,13 @@ def _newest_of(infos: Sequence[CheckpointInfo]) -> Collection[Point]:
 
 
 class Recoverable(NamedTuple):
-    """A checkpoint that the job could go back to, in the form that the decision core takes."""
+    """A checkpoint that the job could go back to, in the form that the decision core takes.
+    ``sound`` is healthy but for its age."""
 
     point: Point
     tier: str
     healthy: bool
+    sound: bool
 
 
 def recoverable(
@@ -174,4 +177,9 @@ def recoverable(
     """Those of ``found`` that are on the current lineage and not known to be damaged, oldest
     first."""
     infos = sorted((i for i in found if i.sound and i.on_lineage), key=lambda i: i.point)
-    return tuple(Recoverable(i.point, "store", i.healthy(now=now, delay=delay)) for i in infos)
+    return tuple(
+        Recoverable(
+            i.point, "store", i.healthy(now=now, delay=delay), i.healthy(now=now, delay=-math.inf)
+        )
+        for i in infos
+    )
