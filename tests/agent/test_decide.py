@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.agent.decide import AttemptEnd, WorkerEnd, describe, last_word
+from everstep.agent.decide import AttemptEnd, WorkerEnd, describe, first, last_word
 from everstep.core import exits
 
 KILLED = WorkerEnd(1, -9)
@@ -91,3 +91,15 @@ def test_codes_in_words() -> None:
     assert describe(-9) == "SIGKILL"
     assert describe(3) == "exit code 3"
     assert describe(-1000) == "signal 1000"
+
+
+def test_a_hang_is_a_failure_though_everstep_ended_every_worker() -> None:
+    """F2: no rank's end is its own, and what follows is judged."""
+    killed = (STOPPED, WorkerEnd(1, -9, by_everstep=True))
+    hung = AttemptEnd(killed, hang="no step for 31 s: rank 1 in next", hung=(1,), attached=True)
+    assert last_word(hung) is None
+    assert not hung.failures
+    assert first(hung) == "no step for 31 s: rank 1 in next"
+    stopped = last_word(replace(hung, stopped_by=15))
+    assert stopped is not None
+    assert stopped.exit_code == exits.PREEMPTED

@@ -20,7 +20,7 @@ from everstep.keeper.address import keeper_name
 from everstep.keeper.background import Background
 from everstep.keeper.client import error_of
 from everstep.keeper.connection import Connection
-from everstep.keeper.control import ControlPage, create_page
+from everstep.keeper.control import LONGEST_NAME, Beat, ControlPage, create_page
 from everstep.keeper.holdings import Holdings, check_digests, known_digests, write_digests
 from everstep.keeper.journal import Journal
 from everstep.keeper.memory import Limit, check_room, group_limit, meminfo_limit, read_limits
@@ -165,6 +165,52 @@ def test_page_gives_a_cut_only_for_its_step() -> None:
     keeper.serve(4)
     assert worker.served() == 4
     keeper.close()
+    worker.close()
+    os.close(fd)
+
+
+def test_page_gives_what_a_rank_says_of_itself() -> None:
+    fd = create_page()
+    agent, worker = ControlPage(fd), ControlPage(fd)
+    assert agent.beat(1) == Beat(None, 0, 0, 0, 0, "", 0, 0)
+    worker.post_phase(1, "evaluation", 7, 9)
+    worker.post_boundary(1, 4, 123, 456)
+    worker.post_pace(1, 3, 99)
+    worker.post_cut(1, 11)
+    assert agent.beat(1) == Beat(4, 123, 3, 99, 11, "evaluation", 7, 9)
+    agent.publish_cut(5, 100, {0: 1, 1: 1})
+    assert worker.slot(1) == 1, "the words of both sides stand apart"
+    worker.post_phase(1, "é" * 40, 8, 0)
+    assert agent.beat(1)[5:] == ("é" * (LONGEST_NAME // 2), 8, 0)
+    assert agent.beat(0) == Beat(None, 0, 0, 0, 0, "", 0, 0)
+    agent.close()
+    worker.close()
+    os.close(fd)
+
+
+def test_page_gives_a_phase_of_one_moment_while_it_changes() -> None:
+    """A reader never sees the name of one phase with the times of another."""
+    fd = create_page()
+    reader, worker = ControlPage(fd), ControlPage(fd)
+    over = threading.Event()
+
+    def write() -> None:
+        turn = 0
+        while not over.is_set():
+            turn += 1
+            worker.post_phase(0, f"phase {turn}", turn, turn)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen: set[int] = set()
+    while len(seen) < 20:
+        beat = reader.beat(0)
+        assert beat.phase in ("", f"phase {beat.since}")
+        assert beat.limit == beat.since
+        seen.add(beat.since)
+    over.set()
+    thread.join()
+    reader.close()
     worker.close()
     os.close(fd)
 

@@ -31,6 +31,7 @@ from everstep.train.boundary import Boundary, Preempted
 from everstep.train.cut import Cutter
 from everstep.train.finite import Finite
 from everstep.train.options import Options
+from everstep.train.phases import Phases
 from everstep.train.place import Place
 from everstep.train.restore import Restorer
 from everstep.train.session import Session
@@ -59,6 +60,7 @@ class Keeper:
         self.away = 0
         self.met = 1
         self.link = self
+        self.phases = Phases(lambda *_: None)
         self._slots: tuple[Slot, Slot] | None = None
 
     def open_slots(self, geometry: Geometry) -> tuple[Slot, Slot]:
@@ -124,6 +126,7 @@ class Keeper:
         self.preempted += 1
 
     def post_boundary(self, *_: int) -> None: ...
+    def post_pace(self, _: int) -> None: ...
     def arrived(self, step: int) -> None: ...
     def finished(self, step: int) -> None: ...
 

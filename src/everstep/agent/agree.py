@@ -133,6 +133,8 @@ def combine(ends: dict[int, NodeEnd], nodes: int) -> AttemptEnd:
         stopped_by=_first(end.stopped_by for end in said),
         members_changed=any(end.members_changed for end in said),
         lost_nodes=tuple(node for node in range(nodes) if node not in ends),
+        hang=next((end.hang for end in said if end.hang), ""),
+        hung=tuple(rank for end in said for rank in end.hung),
     )
 
 

@@ -27,6 +27,7 @@ from everstep.errors import EverstepError, StoreError
 from everstep.faults.history import (
     AttemptFacts,
     Record,
+    RecoveryPoint,
     ResultRecord,
     Stamp,
     encode,
@@ -95,6 +96,18 @@ class Chronicle:
         found: list[AttemptFacts] = []
         self._ask("read", lambda: found.extend(_last_of(self._opened())))
         return found[0] if found else None
+
+    def recovery_points(self) -> tuple[RecoveryPoint, ...]:
+        """What the job could go back to; nothing where the store is away."""
+        found: list[RecoveryPoint] = []
+        delay = self._settings.detection_delay
+
+        def look() -> None:
+            points = self._opened().recovery_points(detection_delay=delay)
+            found.extend(RecoveryPoint(p.point, p.tier, p.healthy) for p in points)
+
+        self._ask("read", look)
+        return tuple(found)
 
     def write(self, records: Iterable[Record]) -> None:
         """Record them, durably, before what they say is begun (F6): in the store, or where it is

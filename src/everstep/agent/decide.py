@@ -36,7 +36,8 @@ class AttemptEnd:
     newest step a snapshot of it is complete for (-1: none), ``finished_step`` the newest step that
     all workers are known to have finished (-1: none, or unknown), ``committed`` the newest that it
     committed. ``fatal`` is (exit code, reason) of a worker's last word. ``attached`` says that its
-    workers use everstep.
+    workers use everstep. ``hang`` says why all of them were ended, where they hung; ``hung`` are
+    the ranks that stood still.
     """
 
     workers: tuple[WorkerEnd, ...] = ()
@@ -50,6 +51,8 @@ class AttemptEnd:
     stopped_by: int | None = None
     members_changed: bool = False
     lost_nodes: tuple[int, ...] = ()
+    hang: str = ""
+    hung: tuple[int, ...] = ()
 
     @property
     def furthest(self) -> int:
@@ -126,6 +129,8 @@ def describe(code: int) -> str:
 
 def first(end: AttemptEnd) -> str:
     """The first failure in words."""
+    if end.hang:
+        return end.hang
     if end.failures:
         return f"rank {end.failures[0].rank} ended with {describe(end.failures[0].code)}"
     if end.lost_nodes:

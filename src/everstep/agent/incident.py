@@ -77,7 +77,10 @@ def facts_of(case: Case, now: float, *, offline: bool) -> AttemptFacts:
 
 def at_its_step(verdict: Verdict, case: Case) -> Verdict:
     """The verdict with the step that its root ranks were computing, which the agents know better
-    than any log line: the first that those had not finished."""
+    than any log line: the first that those had not finished. What is no number may have been seen
+    some steps late, and says itself of which step it is."""
+    if verdict.domain == "numerical" and verdict.step is not None:
+        return verdict
     steps = {rank: step for said in case.ends.values() for rank, step in said.steps.items()}
     roots = [steps[rank] for rank in verdict.root_ranks if rank in steps]
     if not roots and case.end.furthest < 0:

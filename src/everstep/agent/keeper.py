@@ -26,7 +26,7 @@ from everstep.core.settings import Settings
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.address import connect, keeper_name, peer_of, try_connect
 from everstep.keeper.client import error_of
-from everstep.keeper.control import ControlPage
+from everstep.keeper.control import Beat, ControlPage
 from everstep.keeper.identity import cpu_ticks
 from everstep.keeper.pulse import LOOK_SECONDS
 from everstep.keeper.spawn import log_path, start_keeper
@@ -125,6 +125,14 @@ class NodeKeeper:
                     found = (-1 if step is None else step for step in steps)
                     return dict(zip(ranks, found, strict=True))
         return {}
+
+    def beats(self, attempt: int, workers: int) -> tuple[Beat, ...]:
+        """What each of this node's ``workers`` posts in ``attempt``; empty where no page is."""
+        for page in self._pages():
+            with contextlib.closing(page):
+                if page.served() == attempt:
+                    return tuple(page.beat(local_rank) for local_rank in range(workers))
+        return ()
 
     def launch(self) -> None:
         """Start the process where none answers. Returns at once: it imports while we meet."""

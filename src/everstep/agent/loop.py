@@ -26,6 +26,7 @@ from everstep.agent.chronicle import Chronicle
 from everstep.agent.decide import AttemptEnd, Decision, last_word
 from everstep.agent.evidence import Evidence
 from everstep.agent.flags import UNLIMITED, Launch
+from everstep.agent.hang import HangWatch, Patience, emptied, stacks_folder
 from everstep.agent.incident import Case
 from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
 from everstep.agent.line import StoreSilent
@@ -39,6 +40,7 @@ from everstep.agent.rendezvous import (
     AGAIN_SECONDS,
     GATHER_SECONDS,
     LEADER_SECONDS,
+    Asked,
     Meeting,
     NodeEnd,
     NodeEntry,
@@ -51,6 +53,9 @@ from everstep.agent.respond import Responder, newer
 from everstep.agent.signals import Interrupted, Signals
 from everstep.agent.supervise import Learnt, Supervision
 from everstep.agent.tend import TRY_SECONDS, Tending
+from everstep.agent.watch.flight import Flight, variables
+from everstep.agent.watch.stacks import Stacks
+from everstep.agent.watch.steps import Steps
 from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
@@ -99,9 +104,12 @@ class Agent:
         self._considered: set[str] = set()
         self._committed = -1
         self._next: DecisionRecord | None = None
+        self._carried_out: DecisionRecord | None = None
         self._late: Decision | None = None
+        self._hangs = Patience()
+        self._workers_ended_at = math.inf
         self._proofs = Proofs()
-        self._learnt = Learnt(record, self._proofs, self._proved)
+        self._learnt = Learnt(record, self._proofs, self._proved, self._differed)
         self._failures: list[report.Failure] = []
         catalog = catalog_of(settings)
         self._output = Output(catalog)
@@ -115,6 +123,7 @@ class Agent:
         self._owner = Owner(settings, record)
         self._meeting = Meeting(launch.config)
         self._evidence = Evidence(settings, catalog.result)
+        self._stacks = stacks_folder(settings, self._index)
         self._notifier = Notifier(settings.notify, settings.job, settings.store, record)
         self._chronicle = Chronicle(
             settings, self._owner.identity, lambda: self._owner.job, record, SystemClock()
@@ -122,7 +131,8 @@ class Agent:
         self._responder = Responder(
             self._chronicle, record, policy_of(launch), agent=self._owner.id,
             patience=settings.verdict_deadline, catalog=catalog.result,
-            points=lambda: (), draw=random.random, mode=settings.on_fault, tell=self._notifier.tell,
+            points=self._chronicle.recovery_points, draw=random.random, mode=settings.on_fault,
+            tell=self._notifier.tell,
         )  # fmt: skip
 
     def run(self) -> int:
@@ -214,6 +224,7 @@ class Agent:
         group.close()
         self._failures = group.failures
         self._keeper.workers_ended(plan.attempt)
+        self._learn_patience(end)
         return self._with_evidence(end, group, round_.nodes)
 
     def _with_evidence(self, end: NodeEnd, group: Workers, nodes: int) -> NodeEnd:
@@ -223,6 +234,14 @@ class Agent:
         said = (*end.signals, *group.evidence(0.0))
         seen = self._evidence.of(said, self._began, self._failed, nodes=nodes)
         return msgspec.structs.replace(end, signals=seen)
+
+    def _learn_patience(self, end: NodeEnd) -> None:
+        """How long a restart takes is known once it has led to a step."""
+        resume = self._learnt.resumed_at - self._workers_ended_at
+        self._hangs = self._hangs.after(
+            hung=bool(end.hang), step=end.finished, resume=resume if math.isfinite(resume) else 0.0
+        )
+        self._workers_ended_at = time.monotonic()
 
     def _prepare(self) -> tuple[Round, Plan] | Decision:
         """Everything up to the start of the workers: ask the history, meet, claim (S6), begin at
@@ -269,9 +288,23 @@ class Agent:
         another was claimed and not begun, that is recorded before it is begun."""
         attempt = self._owner.claim(patience=self._patience, promise=promise)
         decided, self._next = self._next, None
+        self._carried_out = decided
         if decided is not None and decided.begins != attempt:
             self._chronicle.write([newer(self._chronicle.read(), decided, attempt)])
         return attempt
+
+    def _asked(self) -> Asked:
+        """What the decision that this attempt carries out asks of it."""
+        decided = self._carried_out
+        if decided is None:
+            return Asked()
+        waiting = self._responder.open
+        return Asked(
+            recover=decided.rung.recovery.point if decided.rung.recovery else None,
+            skip=self._responder.skips(decided),
+            replay_until=self._responder.replayed_step(decided),
+            hold=max(0.0, waiting.due - time.monotonic()) if waiting is not None else 0.0,
+        )
 
     def _meet(self) -> Round:
         if self._same_nodes:
@@ -345,6 +378,7 @@ class Agent:
                 master_addr=round_.master_addr,
                 master_port=round_.master_port,
                 token=secrets.token_hex(16) if round_.nodes > 1 else "",
+                asked=self._asked(),
             )
             try:
                 return plan, self._begin(round_, plan)
@@ -372,7 +406,7 @@ class Agent:
         """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
         self._record.attempt = plan.attempt
         self._record.at_node(round_.node)
-        self._learnt = Learnt(self._record, self._proofs, self._proved)
+        self._learnt = Learnt(self._record, self._proofs, self._proved, self._differed)
         self._learnt.passed(self._committed)
         self._took_part = True
         begin = self._begin_message(round_, plan)
@@ -428,14 +462,19 @@ class Agent:
             agent=plan.claimant,
             claimed=self._owner.claimed,
             environment=_environment(),
+            recover=plan.asked.recover,
+            skip=plan.asked.skip,
+            replay_until=plan.asked.replay_until,
+            hold=plan.asked.hold,
         )
 
     def _start(self, round_: Round, plan: Plan, place: Place) -> Workers:
         points.reach("agent.workers.before_start")
+        emptied(self._stacks)
         group = workers.start(
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
-            place, self._worker_settings(round_, plan), self._output,
-            plan.names()[round_.node],
+            place, self._worker_settings(round_, plan) | variables(self._stacks, os.environ),
+            self._output, plan.names()[round_.node],
         )  # fmt: skip
         self._proofs.started(time.monotonic())
         self._keeper.workers_started(group.pids)
@@ -453,10 +492,21 @@ class Agent:
             grace=self._launch.settings.grace,
             shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
             listen_every=self._launch.config.monitor_interval, provisional=Late(self),
+            hang=self._hang_watch(group),
         )  # fmt: skip
         end = supervision.run()
         self._failed = min(supervision.failed_at, time.monotonic())
         return end
+
+    def _hang_watch(self, group: Workers) -> HangWatch:
+        began, ranks = self._began, tuple(group.pids)
+        return HangWatch(
+            steps=Steps(self._keeper, self._record.attempt, ranks),
+            stacks=Stacks(self._stacks, group.pids, began),
+            flight=Flight(self._stacks, ranks, began, os.environ),
+            record=self._record, patience=self._hangs, began=began,
+            policy=self._hangs.policy(self._launch.settings.hang_floor),
+        )  # fmt: skip
 
     # -- after it
 
@@ -519,6 +569,18 @@ class Agent:
         """``step`` is committed: what waited for it is proved (F7)."""
         results = self._proofs.committed(step, time.monotonic(), self._chronicle.stamp())
         self._conclude(results)
+
+    def _differed(self) -> None:
+        """The step that had failed was passed in an exact replay: a device is to be suspected."""
+        decided = self._carried_out
+        if decided is not None and decided.replay and decided.incident:
+            name = f"{decided.incident}.replay"
+            self._chronicle.note(
+                ResultRecord(
+                    name, decided.incident, self._record.attempt, self._chronicle.stamp(),
+                    replay_differed=True,
+                )
+            )  # fmt: skip
 
     def _conclude(self, results: list[ResultRecord]) -> None:
         for found in results:
@@ -605,6 +667,7 @@ class Agent:
 
     def _close(self) -> None:
         self._evidence.close()
+        shutil.rmtree(self._stacks, ignore_errors=True)
         self._notifier.close()
         self._output.close()
         self._chronicle.close()
@@ -662,6 +725,7 @@ class Agent:
             "nodes": round_.nodes,
             "ranks": ",".join(f"{ranks[0]}-{ranks[-1]}" for ranks in plan.ranks_of_node()),
             "agent_pid": os.getpid(),
+            "stacks": str(self._stacks),
             "assumed": ",".join(sorted({"store", "job"} - self._launch.given)),
         }
         # Said even where they are the defaults: the agent's own environment may hold others.
@@ -683,6 +747,8 @@ class Late:
     def settle(self) -> str:
         decision = self._agent._responder.settle(self._agent._more(0.0))
         self._agent._late = decision
+        if decision is None:
+            self._agent._keeper.release()
         return "" if decision is None else decision.reason
 
 

@@ -28,7 +28,8 @@ def policy_of(launch: Launch) -> Policy:
             limits, per_fingerprint=None, no_progress=None, unrestored=None,
             max_restarts=launch.max_restarts,
         )  # fmt: skip
-    return Policy(limits=limits, hold=launch.settings.verdict_deadline)
+    settings = launch.settings
+    return Policy(limits=limits, hold=settings.verdict_deadline, skip_batches=settings.skip_batches)
 
 
 def catalog_of(settings: Settings) -> Future[Catalog]:

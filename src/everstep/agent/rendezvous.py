@@ -44,6 +44,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from everstep.agent.decide import WorkerEnd
 from everstep.agent.line import Keys, Line, StoreSilent
+from everstep.core.ids import Point
 from everstep.errors import AgentError, RendezvousLost
 from everstep.faults.records import Signal
 
@@ -65,6 +66,7 @@ LEADER_SECONDS = 60.0
 
 _NODE, _PLAN, _FAILED, _END, _DECISION = "node/", "plan", "failed", "end/", "decision"
 _PARTED, _ALIVE = "parted/", "alive/"
+_HANGS, _STANDINGS = " hangs", "standings"
 _STATIC_ROUND = "everstep/round"
 _LEFT: list[RendezvousHandler] = []
 """Handlers that were in use: collected, one would join its heartbeat, which hangs where the store
@@ -93,6 +95,16 @@ class NodeEntry(msgspec.Struct, frozen=True):
     address: str = ""
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What was decided of an attempt besides where it runs
+    (:class:`~everstep.keeper.wire.BeginAttempt` says what each means)."""
+
+    recover: Point | None = None
+    skip: tuple[int, ...] = ()
+    replay_until: int | None = None
+    hold: float = 0.0
+
+
 class Plan(msgspec.Struct, frozen=True):
     """What the leader says to all nodes before workers start. ``nodes`` is in group rank order;
     ``coordinator`` is (host, port) of its keeper, ``claimant`` the id that claimed the attempt.
@@ -112,6 +124,7 @@ class Plan(msgspec.Struct, frozen=True):
     reason: str = ""
     wait: float | None = None
     leave: tuple[int, ...] = ()
+    asked: Asked = Asked()
 
     def ranks_of_node(self) -> tuple[tuple[int, ...], ...]:
         """Global ranks, node by node: consecutive, in group rank order."""
@@ -157,6 +170,8 @@ class NodeEnd(msgspec.Struct, frozen=True):
     fatal: tuple[int, str] | None = None
     stopped_by: int | None = None
     members_changed: bool = False
+    hang: str = ""
+    hung: tuple[int, ...] = ()
 
     def worker_ends(self) -> tuple[WorkerEnd, ...]:
         return tuple(WorkerEnd(*worker) for worker in self.workers)
@@ -193,7 +208,8 @@ def order(entries: Sequence[NodeEntry]) -> tuple[int, ...]:
 class Round:
     """One meeting of the nodes. ``node`` is this agent's number among them (GROUP_RANK), known
     after :meth:`enter`; ``rank`` is that of the rendezvous, ``nodes`` is how many met. Node 0
-    leads."""
+    leads. ``standing`` is what the others are told, with each sign of life, of how this node's
+    ranks stand."""
 
     def __init__(self, store: Keys, rank: int, nodes: int, addr: str, port: int) -> None:
         self._store = store
@@ -204,6 +220,7 @@ class Round:
         self.master_addr = addr
         self.master_port = port
         self.port_is_used = False
+        self.standing = ""
 
     @property
     def leads(self) -> bool:
@@ -230,16 +247,26 @@ class Round:
 
     # -- while and after they run
 
-    def say_failed(self) -> None:
-        """Tell the other nodes that this attempt is over."""
-        self._store.set(_FAILED, str(self.node))
+    def say_failed(self, *, hangs: bool = False) -> None:
+        """Tell the other nodes that this attempt is over; ``hangs``: because it stood still, so
+        that they look at their own ranks before they end them."""
+        self._store.set(_FAILED, f"{self.node}{_HANGS if hangs else ''}")
 
     def failed(self) -> bool:
         return bool(self._store.check([_FAILED]))
 
+    def hangs(self) -> bool:
+        """Of an attempt that has failed: whether a node found it hanging."""
+        return self._store.get(_FAILED).decode().endswith(_HANGS)
+
     def say_alive(self, count: int) -> None:
         """Show that this agent lives; ``count`` is another one each time."""
-        self._store.set(f"{_ALIVE}{self.node}", str(count))
+        self._store.set(f"{_ALIVE}{self.node}", f"{count} {self.standing}")
+
+    def standings(self) -> dict[int, str]:
+        """How the ranks of the other nodes stand, as far as those have said it."""
+        signs = self.signs_of_life()
+        return {k: signs.get(k, "").partition(" ")[2] for k in range(self.nodes) if k != self.node}
 
     def signs_of_life(self) -> dict[int, str]:
         """What each node's agent has last shown, where it has."""
@@ -247,6 +274,16 @@ class Round:
         return {
             k: self._store.get(key).decode() for k, key in keys.items() if self._store.check([key])
         }
+
+    def say_standings(self, text: str) -> None:
+        """The leader: tell all nodes how the ranks of each stand."""
+        self._store.set(_STANDINGS, text)
+
+    def all_standings(self) -> str:
+        """What the leader has told last, empty where nothing."""
+        if not self._store.check([_STANDINGS]):
+            return ""
+        return self._store.get(_STANDINGS).decode()
 
     def say_ended(self, end: NodeEnd) -> None:
         self._put(f"{_END}{self.node}", end)

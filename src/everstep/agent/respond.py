@@ -160,6 +160,19 @@ class Responder:
         self._chronicle.write([word])
         return (*past, word)
 
+    def skips(self, decided: DecisionRecord) -> tuple[int, ...]:
+        """All steps whose batches are left out: by this decision, and by those before it, for
+        attempts that go on from before them."""
+        made = fold(self._chronicle.read()).decisions()
+        return tuple(sorted({step for one in (*made, decided) for step in one.skip}))
+
+    def replayed_step(self, decided: DecisionRecord) -> int | None:
+        """The step that had failed, where the attempt is an exact replay up to it."""
+        if not decided.replay:
+            return None
+        incident = fold(self._chronicle.read()).incident(decided.incident)
+        return incident.where if incident is not None else None
+
     # -- the parts of an answer
 
     def _ended(self, case: Case, word: LastWord) -> Decision:
@@ -186,7 +199,7 @@ class Responder:
         attempt = case.plan.attempt
         name = before.id if before is not None else f"{attempt}-{self._agent[-4:]}"
         incident = incident_of(case, name)
-        changed = case.end.members_changed and not case.end.failures
+        changed = case.end.members_changed and not case.end.failures and not case.end.hang
         verdict = _nodes_changed(case) if changed else judge(incident, self._catalog())
         verdict = at_its_step(verdict, case)
         facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)

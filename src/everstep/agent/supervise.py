@@ -12,12 +12,14 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from everstep.agent.agree import BEAT_SECONDS, Silence
 from everstep.agent.decide import WorkerEnd, describe, peaceful
+from everstep.agent.hang import Hang, HangWatch
 from everstep.agent.keeper import NodeKeeper
 from everstep.agent.line import SILENT_SECONDS
 from everstep.agent.owner import Owner
@@ -25,6 +27,7 @@ from everstep.agent.proof import Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Meeting, NodeEnd, Round
 from everstep.agent.signals import Signals
+from everstep.agent.standings import Standings
 from everstep.agent.tend import Tending
 from everstep.agent.workers import Workers
 from everstep.core import exits
@@ -36,8 +39,20 @@ EVIDENCE_SECONDS = 0.3
 """After a worker failed by itself: what the others say of it in this time is kept."""
 STEP_SECONDS = 0.05
 """Between two looks for the first new step after a restart."""
+TOLD_SECONDS = 1.0
+"""After a hang was found, for the other nodes to hear of it and to look at their own workers."""
 PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
+
+
+class Seen(NamedTuple):
+    """How the other nodes are: whether a worker there has ``failed``, and because it ``hangs``;
+    whether a node waits to join; whose agents were ``silent`` for long."""
+
+    failed: bool
+    hangs: bool
+    wait: bool
+    silent: set[int]
 
 
 class Provisional(Protocol):
@@ -54,10 +69,17 @@ class Provisional(Protocol):
 class Learnt:
     """What the keeper's messages tell of one attempt, and of incidents before it (``proofs``)."""
 
-    def __init__(self, record: Recorder, proofs: Proofs, proved: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        record: Recorder,
+        proofs: Proofs,
+        proved: Callable[[int], None],
+        differed: Callable[[], None],
+    ) -> None:
         self._record = record
         self.proofs = proofs
         self._proved = proved
+        self._differed = differed
         self.restored = -1
         self.reached = -1
         self.committed = -1
@@ -67,6 +89,7 @@ class Learnt:
         self.attached = False
         self.finished = False
         self.fatal: tuple[int, str] | None = None
+        self.resumed_at = math.inf
 
     def hear(self, message: Report | Fatal) -> None:
         if isinstance(message, Fatal):
@@ -90,8 +113,12 @@ class Learnt:
             self.reached = max(self.reached, step)
         elif event.kind == "checkpoint.committed":
             self._commit(step, event.mono)
+        elif event.kind == "replay.differed":
+            self._differed()
         elif event.kind == "job.finished":
             self.finished = True
+        elif event.kind == "train.resumed":
+            self.resumed_at = min(self.resumed_at, event.mono)
 
     def passed(self, step: int) -> None:
         """Up to ``step``, attempts before have committed: what comes after it is new."""
@@ -126,6 +153,7 @@ class Supervision:
         owner: Owner,
         listen_every: float,
         provisional: Provisional,
+        hang: HangWatch,
     ) -> None:
         self._round = round_
         self._meeting = meeting
@@ -140,12 +168,15 @@ class Supervision:
         self._owner = owner
         self._listen_every = listen_every
         self._provisional = provisional
+        self._hang = hang
+        self._hung: Hang | None = None
+        self._standings = Standings(round_)
         self._kill_at = math.inf
         self._why = ""
         self._told = False
         self._unreachable = ""
         self._next_look = 0.0
-        self._looking: Future[tuple[bool, bool, set[int]]] | None = None
+        self._looking: Future[Seen] | None = None
         self._silence = Silence(round_, time.monotonic) if round_.leads else None
         self._next_silence = self._moved_at = self._asked_at = time.monotonic()
         self._step = -1
@@ -180,6 +211,9 @@ class Supervision:
             job_finished=learnt.finished, fatal=learnt.fatal, stopped_by=self._stopped_by,
             members_changed=self._members_changed, committed=learnt.committed,
             useful=learnt.useful, steps=steps, finished=min(steps.values(), default=-1),
+            hang="" if self._hung is None else self._hung.reason,
+            hung=() if self._hung is None else self._hung.culprits,
+            signals=tuple(self._hang.evidence),
         )  # fmt: skip
 
     def _steps(self) -> dict[int, int]:
@@ -200,6 +234,7 @@ class Supervision:
         if self._looking is not None:
             next_look = max(self._asked_at + SILENT_SECONDS, now + self._listen_every)
         due = min(self._kill_at, next_look, self._tending.due, self._provisional.due)
+        due = min(due, self._hang.due)
         if self._workers.must_be_polled:
             due = min(due, now + self._listen_every)
         if self._learnt.proofs.waits_for_step:
@@ -221,6 +256,7 @@ class Supervision:
             self._tell_nodes()
             self._kill(now, why)
         self._look_at_nodes(now)
+        self._look_for_hang(now)
         if now >= self._kill_at and self._workers.running:
             self._kill(now, self._why)
 
@@ -270,6 +306,31 @@ class Supervision:
             self._workers.kill(number)
             self._kill_by(now + self._shutdown, f"{number.name}, and the shutdown time is over")
 
+    def _look_for_hang(self, now: float) -> None:
+        """Unless the attempt is ending anyway."""
+        if self._stopped_by is not None or self._kill_at < math.inf or not self._workers.running:
+            self._hang.stop()
+            return
+        if now < self._hang.due:
+            return
+        found = self._hang.look(now, self._standings.others())
+        self._standings.tell(self._hang.standing)
+        if found is not None:
+            self._on_hang(found, now)
+
+    def _on_hang(self, hang: Hang, now: float) -> None:
+        self._hung = hang
+        self.failed_at = min(self.failed_at, now)
+        self._hang.stop()
+        self._tell_nodes(hangs=True)
+        self._hang.gather(now)
+        self._record.say(
+            "hang.found", hang.reason, level="warning", step=hang.step, ranks=list(hang.ranks),
+            culprits=list(hang.culprits), age=round(hang.age, 1),
+        )  # fmt: skip
+        # Where these end, the other nodes' fail by it: those are looked at first.
+        self._kill_by(now + (TOLD_SECONDS if self._round.nodes > 1 else 0.0), "the job hangs")
+
     def _look_at_nodes(self, now: float) -> None:
         """Ask how the other nodes are, or take the answer: their store is never waited for here."""
         line = self._meeting.line
@@ -280,7 +341,7 @@ class Supervision:
         if self._looking is not None and self._looking.done():
             looking, self._looking = self._looking, None
             try:
-                self._hear_nodes(*looking.result(), now)
+                self._hear_nodes(looking.result(), now)
             except (RendezvousError, RuntimeError) as gone:
                 # torch's store is in the process of one of the agents, and that is dead.
                 self._unreachable = str(gone)
@@ -297,26 +358,30 @@ class Supervision:
             if not self._told:
                 self._looking, self._asked_at = line.submit(self._read_nodes), now
 
-    def _read_nodes(self) -> tuple[bool, bool, set[int]]:
-        """Whether a worker of another node has failed, whether a node waits to join, and, for the
-        leader, which nodes' agents have shown no life for long."""
+    def _read_nodes(self) -> Seen:
+        """How the other nodes are; for the leader also whose agents have shown no life for long."""
         failed, silent = self._round.failed(), set[int]()
         if self._silence is not None and time.monotonic() >= self._next_silence:
             self._next_silence = time.monotonic() + BEAT_SECONDS
             silent = self._silence.nodes()
-        return failed, not failed and self._meeting.members_wait(), silent
+        hangs = failed and self._round.hangs()
+        self._standings.exchange(time.monotonic(), suspects=self._hang.suspects)
+        return Seen(failed, hangs, not failed and self._meeting.members_wait(), silent)
 
-    def _hear_nodes(self, failed: bool, wait: bool, silent: set[int], now: float) -> None:
+    def _hear_nodes(self, seen: Seen, now: float) -> None:
         if self._told:
             return
-        if silent and self._stands_still(now):
+        if seen.silent and self._stands_still(now):
             # Where it died before its workers met the others nothing breaks: they would wait.
             self._tell_nodes()
-            self._kill_by(now, f"node {min(silent)} has shown no life for {SILENT_SECONDS:g} s")
-        elif failed:
+            lost = min(seen.silent)
+            self._kill_by(now, f"node {lost} has shown no life for {SILENT_SECONDS:g} s")
+        elif seen.failed:
             self._told = True
+            if seen.hangs:
+                self._hang.gather(now)
             self._kill_by(now, "a worker of another node failed")
-        elif wait:
+        elif seen.wait:
             self._members_changed = True
             self._tell_nodes()
             self._kill_by(now, "a node waits to join")
@@ -330,12 +395,13 @@ class Supervision:
 
     # -- what is done
 
-    def _tell_nodes(self) -> None:
+    def _tell_nodes(self, *, hangs: bool = False) -> None:
         if not self._told and self._round.nodes > 1:
             self._told = True
             line = self._meeting.line
             assert line is not None, "several nodes always have a line"
-            line.submit(self._round.say_failed)  # where it fails, saying how this node ended does
+            # Where it fails, saying how this node ended does.
+            line.submit(partial(self._round.say_failed, hangs=hangs))
 
     def _kill_by(self, when: float, why: str) -> None:
         if when < self._kill_at:

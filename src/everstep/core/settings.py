@@ -67,6 +67,12 @@ class Settings:
         parse="seconds",
     )
     grace: float = setting(30.0, "Seconds from SIGTERM to the end of the job.", parse="seconds")
+    hang_floor: float = setting(
+        0.0,
+        "Seconds without a finished step before which no job is ended as hanging; 0: 30, or the "
+        "time that a restart was measured to take, where that is longer. `off`: never.",
+        parse="patience",
+    )
     final_deadline: float = setting(
         600.0, "Seconds for which the last checkpoint is retried before the job gives up waiting.",
         parse="seconds",
@@ -106,6 +112,12 @@ class Settings:
         "budget of a failure.",
         parse="share",
     )
+    skip_batches: bool = setting(
+        False,
+        "Whether batches that give no finite values a second time, in an exact replay, may be left "
+        "out; else the job is stopped. `yes` or `no`.",
+        parse="yes",
+    )
     notify: str = setting(
         "",
         "URL to which a stop, and a budget of which 80 % are spent, is posted as JSON; or a "
@@ -129,6 +141,9 @@ class Settings:
     ranks: str = setting("", "Ranks of each node, as 0-3,4-5 (set by the agent).")
     agent_pid: int = setting(
         0, "The agent, whose workers end when it dies (set by the agent).", parse="count"
+    )
+    stacks: str = setting(
+        "", "Folder through which stacks of this process are asked for (set by the agent)."
     )
     assumed: str = setting(
         "", "Which of store and job nobody named, so that the agent did (set by the agent)."
@@ -173,6 +188,10 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _patience(text: str) -> float:
+    return math.inf if text.strip().lower() in ("off", "inf") else _seconds(text)
+
+
 def _resume(text: str) -> Resume:
     if text not in ("auto", "require", "never"):
         raise ValueError("must be auto, require or never")
@@ -187,6 +206,15 @@ def _share(text: str) -> float:
     if not 0 <= value <= 1:
         raise ValueError("must be a number from 0 to 1")
     return value
+
+
+def _yes(text: str) -> bool:
+    answer = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}.get(
+        text.strip().lower()
+    )
+    if answer is None:
+        raise ValueError("must be yes or no")
+    return answer
 
 
 def _on_fault(text: str) -> OnFault:
@@ -206,9 +234,11 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "count": _count,
     "positive": _positive,
     "seconds": _seconds,
+    "patience": _patience,
     "resume": _resume,
     "on_fault": _on_fault,
     "share": _share,
+    "yes": _yes,
     "nonfinite": _nonfinite,
 }
 

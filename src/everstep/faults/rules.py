@@ -43,7 +43,7 @@ def draft_for(
     spent = spent or _plain_limits(history, budgets, incident, policy, at)
     if spent is not None:
         return _stop(incident, spent)
-    acted = _acting(history, incident, budgets, situation, policy)
+    acted = _inherited(history, incident, _acting(history, incident, budgets, situation, policy))
     return acted if mode == "act" else _only_said(acted, history, situation, policy, mode)
 
 
@@ -82,6 +82,20 @@ def _acting(
     return replace(
         chosen, reason=f"{describe(incident)}: {chosen.reason}", fault=incident.verdict.fault
     )
+
+
+def _inherited(history: History, incident: IncidentRecord, draft: Draft) -> Draft:
+    """A roll back that its attempt did not live to make is still to be made: what is newer than its
+    target is as unsound as before."""
+    life = next((one for one in history.lives if one.attempt == incident.attempt), None)
+    before = life.decision if life is not None else None
+    owed = before.rung.recovery if before is not None else None
+    if draft.action not in RESTARTS or draft.rung.recovery is not None or owed is None:
+        return draft
+    if incident.facts.restored >= 0 or before is None:
+        return draft
+    rung = msgspec.structs.replace(draft.rung, recovery=owed)
+    return replace(draft, rung=rung, replay=before.replay, skip=before.skip)
 
 
 def _ended(incident: IncidentRecord) -> Draft | None:

@@ -27,6 +27,9 @@ _COLLECTIVE = re.compile(
 _DISTRIBUTED = re.compile(
     r"torch/(?:distributed|cuda)|distributed_c10d|libnccl|libgloo|nccl|gloo|libtorch"
 )
+_NOT_OWN = re.compile(
+    r"^torch/|/(?:site|dist)-packages/|/lib/python3[.\d]*/|/everstep/(?:train|state|keeper)/"
+)
 _ABORT = re.compile(
     r"ncclCommAbort|commFree|ncclProxyStop|ncclCommDestroy|abort_process_group|_abort\b"
 )
@@ -65,9 +68,7 @@ class Stack:
     @property
     def where(self) -> str:
         """The innermost frame of the program."""
-        own = [
-            f for f in self.frames if "/" in f[1] and not re.search(r"^torch/|site-packages", f[1])
-        ]
+        own = [f for f in self.frames if "/" in f[1] and not _NOT_OWN.search(f[1])]
         name, file = (own or self.frames or ((("?"), ""),))[0]
         return f"{file} {name}".strip()
 

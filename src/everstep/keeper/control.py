@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import xxhash
 
@@ -20,7 +21,7 @@ from everstep.core.ids import Point
 from everstep.errors import CorruptObject
 from everstep.keeper.wire import WentOn
 
-_MAGIC = 0x31434B5045535645
+_MAGIC = 0x32434B5045535645
 _LINES_AT = 1024
 _LINE = 128
 _NOTES_AT = 4 * mmap.PAGESIZE
@@ -28,6 +29,8 @@ _BANK = 2 * mmap.PAGESIZE
 _SIZE = _NOTES_AT + 2 * _BANK
 MAX_LOCAL_RANKS = (_NOTES_AT - _LINES_AT) // _LINE
 _WORD = struct.Struct("<Q")
+_TRIES = 8
+"""Looks at a line that its worker may be writing: a few stores, unless it died in the midst."""
 
 # Written by the keeper.
 (
@@ -41,9 +44,34 @@ _WENT_ON = struct.Struct("<5Q")  # attempt, source, step and attempt of the poin
 KEPT_ELECTIONS = (_BANK - _BANK_HEAD.size) // _WENT_ON.size
 _SOURCES = ("fresh", "memory", "store", "rooted")
 # Written by the worker, in its own line.
-_STEP, _BOUNDARY, _STEP_NANOS, _CUT_NANOS, _PHASE = range(0, 40, 8)
+(
+    _STEP, _BOUNDARY, _STEP_NANOS, _CUT_NANOS, _PHASE, _PHASE_SINCE, _PHASE_LIMIT, _LONGEST,
+) = range(0, 64, 8)  # fmt: skip
 # Written by the keeper, in the worker's line.
 _SLOT = 64
+# Again the worker's: how many steps it did, and its phase's name, padded with zeros.
+_STEPS, _NAME = 72, 80
+LONGEST_NAME = _LINE - _NAME
+"""Bytes that the name of a phase may have."""
+
+
+class Beat(NamedTuple):
+    """What one worker's line says, at CLOCK_MONOTONIC times in nanoseconds.
+
+    ``step`` is the last one finished (None: none), ``boundary`` when that was, ``steps`` how many
+    this attempt has done, ``longest`` the longest of its recent steps, without what the worker had
+    declared as something else. ``phase`` is what it does now, since ``since`` and for at most
+    ``limit`` as far as it knows (0: it did not say); empty before it attached.
+    """
+
+    step: int | None
+    boundary: int
+    steps: int
+    longest: int
+    cut: int
+    phase: str
+    since: int
+    limit: int
 
 
 def create_page() -> int:
@@ -77,6 +105,23 @@ class ControlPage:
     def post_cut(self, local_rank: int, cut_nanos: int) -> None:
         """Say how long the last cut blocked."""
         self._put(_LINES_AT + local_rank * _LINE + _CUT_NANOS, cut_nanos)
+
+    def post_pace(self, local_rank: int, steps: int, longest_nanos: int) -> None:
+        """Say how many steps this rank has done, and how long the longest recent one took."""
+        at = _LINES_AT + local_rank * _LINE
+        self._put(at + _LONGEST, longest_nanos)
+        self._put(at + _STEPS, steps)
+
+    def post_phase(self, local_rank: int, name: str, since_nanos: int, limit_nanos: int) -> None:
+        """Say what this rank does from now on; names are cut at :data:`LONGEST_NAME` bytes."""
+        at = _LINES_AT + local_rank * _LINE
+        turn = self._get(at + _PHASE)
+        # Zero while it changes, another number afterwards: a reader sees that it must read again.
+        self._put(at + _PHASE, 0)
+        self._map[at + _NAME : at + _LINE] = name.encode()[:LONGEST_NAME].ljust(LONGEST_NAME, b"\0")
+        self._put(at + _PHASE_SINCE, since_nanos)
+        self._put(at + _PHASE_LIMIT, limit_nanos)
+        self._put(at + _PHASE, turn + 1)
 
     def cut(self) -> tuple[int, int]:
         """(sequence, step) of the published cut; sequence 0 where there is none."""
@@ -122,6 +167,23 @@ class ControlPage:
             self._get(at + _CUT_NANOS),
         )
 
+    def beat(self, local_rank: int) -> Beat:
+        """What that worker says of itself; its phase is that of one moment."""
+        at = _LINES_AT + local_rank * _LINE
+        for _ in range(_TRIES):
+            turn = self._get(at + _PHASE)
+            name = self._map[at + _NAME : at + _LINE].rstrip(b"\0")
+            since, limit = self._get(at + _PHASE_SINCE), self._get(at + _PHASE_LIMIT)
+            if turn == self._get(at + _PHASE) != 0:
+                break
+        else:  # it said nothing yet, or died while it said it
+            name, since, limit = b"", 0, 0
+        step, boundary, _, cut = self.boundary(local_rank)
+        return Beat(
+            step, boundary, self._get(at + _STEPS), self._get(at + _LONGEST), cut,
+            name.decode(errors="ignore"), since, limit,
+        )  # fmt: skip
+
     def publish_cut(self, sequence: int, step: int, slots: dict[int, int]) -> None:
         """Publish a cut; ``slots`` gives each local rank's slot. The sequence is written last."""
         self._put(_CUT_SEQUENCE, 0)
@@ -148,7 +210,7 @@ class ControlPage:
     def publish_demoted(self, count: int) -> None:
         self._put(_DEMOTED, count)
 
-    def beat(self) -> None:
+    def move(self) -> None:
         """Say that the keeper moves."""
         self._put(_BEAT, self._get(_BEAT) + 1)
 

@@ -307,7 +307,7 @@ class Node:
 
     def beat(self) -> None:
         """Say that this process moves."""
-        self._page.beat()
+        self._page.move()
 
     def hold_until(self, moment: float) -> None:
         """Let the workers' first batch wait until ``moment`` (seconds of CLOCK_MONOTONIC); 0

@@ -25,6 +25,7 @@ from everstep.errors import (
 from everstep.train.connect import Connection
 from everstep.train.cut import Cutter
 from everstep.train.finite import Finite
+from everstep.train.phases import FIRST_STEP, RESTORE, SAVE, STEP
 from everstep.train.place import Place
 from everstep.train.session import Session
 from everstep.train.since import Beside
@@ -43,6 +44,9 @@ _POLL = 0.002
 that is not there yet."""
 
 _READY_AGAIN_SECONDS = 1.0
+
+_LATE_SECONDS = 60.0
+"""What a save that was given a time may take beyond it before it is no excuse for no step."""
 
 
 class Preempted(Exception):
@@ -69,6 +73,7 @@ class Boundary:
         self._connection = connection
         self._settings = settings
         self._place = place
+        self._phases = connection.phases
         self._cutter = Cutter(session, connection, place)
         self._term = TermFlag()
         self._term_since: float | None = None
@@ -82,6 +87,7 @@ class Boundary:
     @contextmanager
     def before_the_first(self) -> Iterator[None]:
         """In here a SIGTERM raises :class:`Preempted` at once: there is no step to end."""
+        self._phases.become(RESTORE)
         try:
             with self._term.at_once():
                 yield
@@ -93,6 +99,9 @@ class Boundary:
         self._durable_step = step if durable else -1
         self._restored_step = step
         self._step_began = time.monotonic_ns()
+        self._phases.become(FIRST_STEP)
+        self._phases.take_declared()
+        self._phases.watch_compiler()
         self._connection.post_boundary(step, self._step_began, 0)
 
     def pass_step(self, step: int) -> None:
@@ -102,8 +111,11 @@ class Boundary:
         self._finite.look(step)  # before anybody may take it for a boundary
         now = time.monotonic_ns()
         self._connection.post_boundary(step, now, now - self._step_began)
+        self._connection.post_pace(now - self._step_began - self._phases.take_declared())
         if self._first:
             self._first = False
+            self._phases.become(STEP)
+            self._phases.watch_compiler()  # the first step may have loaded it
             self._connection.say(
                 "train.resumed", f"step {step} is done", step=step, restored=self._restored_step
             )
@@ -114,24 +126,27 @@ class Boundary:
         self._obey_stop(step)
         if here:  # what a dead keeper has published, a new one does not know of
             self._obey_cut(step)
+        self._phases.take_declared()
         self._step_began = time.monotonic_ns()
 
     def checkpoint(self, step: int, *, wait: bool, timeout: float) -> bool:
         """Cut and persist ``step`` now; see :meth:`everstep.train.run.Run.checkpoint`."""
         deadline = time.monotonic() + timeout
-        if self._durable_step != step:
-            self._session.check_gradients(step)
-            if not self._try_cut(step, persist=True, slot_timeout=timeout if wait else 0.5):
-                return False
-        if not wait:
-            return self._durable_step == step
-        return self._await(step, deadline) is None
+        with self._phases.within(SAVE, timeout + _LATE_SECONDS if wait else 0.0):
+            if self._durable_step != step:
+                self._session.check_gradients(step)
+                if not self._try_cut(step, persist=True, slot_timeout=timeout if wait else 0.5):
+                    return False
+            if not wait:
+                return self._durable_step == step
+            return self._await(step, deadline) is None
 
     def finish(self, step: int, deadline_seconds: float) -> None:
         """Commit the last step. Raises :class:`NotDurable` after ``deadline_seconds``."""
         if step == self._restored_step:
             self._await(step, time.monotonic())  # a finished job that is started again
-        why = self._commit(step, time.monotonic() + deadline_seconds)
+        with self._phases.within(SAVE, deadline_seconds + _LATE_SECONDS):
+            why = self._commit(step, time.monotonic() + deadline_seconds)
         if why is not None:
             raise NotDurable(
                 f"rank {self._place.rank}: the checkpoint of the last step {step} is not "
@@ -157,7 +172,8 @@ class Boundary:
         deadline = time.monotonic() + seconds
         first = min(deadline, time.monotonic() + _LONG_WAIT_SECONDS)
         try:
-            with self._session.as_of(beside):
+            save = self._phases.within(SAVE, seconds + _LATE_SECONDS)
+            with save, self._session.as_of(beside):
                 if self._cutter.holds(step) and self._await(step, first) is None:
                     return None
                 commit = self._commit if cut else self._await
@@ -212,7 +228,8 @@ class Boundary:
             return
         self._ready_again_at = time.monotonic() + _READY_AGAIN_SECONDS
         try:
-            self._cutter.make_ready(step)
+            with self._phases.within(SAVE, _LATE_SECONDS):
+                self._cutter.make_ready(step)
         except MemoryTooSmall as small:
             self._refuse_small_memory(step, small)
         except Exception as failed:  # noqa: BLE001 - the objects' state_dict is user code (R3)
@@ -227,7 +244,8 @@ class Boundary:
             self._cut_seen = published
             index = self._connection.published_slot(step)
             if index is not None:
-                self._try_cut(step, persist=False, index=index, sequence=sequence)
+                with self._phases.within(SAVE):
+                    self._try_cut(step, persist=False, index=index, sequence=sequence)
         elif wanted < step:
             self._cut_seen = published
             self._connection.cut_skipped(wanted, f"learnt of it at step {step}", sequence)
@@ -339,6 +357,10 @@ class Boundary:
     def _stop_here(self, step: int) -> None:
         began = time.monotonic() if self._term_since is None else self._term_since
         deadline = began + self._settings.grace
+        with self._phases.within(SAVE, self._settings.grace + _LATE_SECONDS):
+            self._meet_and_leave(step, deadline)
+
+    def _meet_and_leave(self, step: int, deadline: float) -> None:
         told = 0
         while time.monotonic() < deadline:
             # Each keeper must hear it: the one before may be dead.

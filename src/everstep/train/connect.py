@@ -24,6 +24,7 @@ from everstep.keeper.control import ControlPage
 from everstep.keeper.slot import Geometry, Slot
 from everstep.keeper.spawn import log_path, start_keeper
 from everstep.keeper.wire import BeginAttempt, CutDone, Fatal, Hello
+from everstep.train.phases import Pace, Phases
 from everstep.train.place import Place
 from everstep.train.voice import Voice
 
@@ -82,6 +83,9 @@ class Connection:
         self._voice = voice
         self._alone = alone
         self._page: ControlPage | None = None
+        self._posted: ControlPage | None = None
+        self._pace = Pace()
+        self.phases = Phases(self._post_phase)
         self._keepers = 0
         self._told_crashes = False
         self.say = voice.say
@@ -89,7 +93,19 @@ class Connection:
     # -- the control page
 
     def post_boundary(self, step: int, now_nanos: int, step_nanos: int) -> None:
-        self.link.page.post_boundary(self._place.local_rank, step, now_nanos, step_nanos)
+        page, local_rank = self.link.page, self._place.local_rank
+        page.post_boundary(local_rank, step, now_nanos, step_nanos)
+        if page is not self._posted:
+            self.phases.post()  # another keeper's page knows nothing
+
+    def post_pace(self, step_nanos: int) -> None:
+        """Count a step, which took so long without what was declared as something else."""
+        longest = self._pace.pass_step(step_nanos)
+        self.link.page.post_pace(self._place.local_rank, self._pace.steps, longest)
+
+    def _post_phase(self, name: str, since_nanos: int, limit_nanos: int) -> None:
+        self._posted = self.link.page
+        self._posted.post_phase(self._place.local_rank, name, since_nanos, limit_nanos)
 
     def published_cut(self) -> tuple[int, int]:
         """(sequence, step); sequence 0 where none is published."""
@@ -211,6 +227,7 @@ class Connection:
         self.say("train.finished", text, step=step, loud=not told)
 
     def close(self, *, finished: bool) -> None:
+        self.phases.close()
         self._voice.close()
         self.link.goodbye(finished=finished)
 

@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar
 from everstep.core.ids import check_job, default_job
 from everstep.core.settings import MOST, Settings, from_environment, named, parse_seconds
 from everstep.errors import UsageError
+from everstep.keeper.control import LONGEST_NAME
+from everstep.train.phases import OWN as OWN_PHASES
 
 T = TypeVar("T")
 
@@ -94,6 +96,33 @@ def whole(value: object, least: int) -> bool:
     """Whether ``value`` is a whole number that counts something, from ``least`` on."""
     counts = isinstance(value, Integral) and not isinstance(value, bool)
     return counts and least <= value <= MOST  # type: ignore[operator]  # narrowed above
+
+
+def phase_name(name: object) -> str:
+    """The name of a declared phase. Raises :class:`UsageError`."""
+    if not _is_text(name) or not str(name).strip() or not str(name).isprintable():
+        raise UsageError(f"long_phase({name!r}): the name must be printable text.")
+    if str(name) in OWN_PHASES:
+        raise UsageError(
+            f"long_phase({name!r}): that is a name of everstep's own.",
+            hint=f"Take another than {', '.join(sorted(OWN_PHASES))}.",
+        )
+    if len(str(name).encode()) > LONGEST_NAME:
+        raise UsageError(f"long_phase({name!r}): at most {LONGEST_NAME} bytes are shown of a name.")
+    return str(name)
+
+
+def phase_limit(limit: object) -> float:
+    """The limit of a declared phase in seconds, 0 where none was given. Raises
+    :class:`UsageError`."""
+    if limit is None:
+        return 0.0
+    if not _is_duration(limit):
+        raise UsageError(f"limit={limit!r} must be {_ALLOWED['checkpoint_every'][1]}, or None.")
+    seconds = _seconds(limit, "limit")  # type: ignore[arg-type]  # a duration, as was seen
+    if seconds <= 0:
+        raise UsageError(f"limit={limit!r} must be more than 0.")
+    return seconds
 
 
 def _is_text(value: object) -> bool:
@@ -203,11 +232,11 @@ def _absolute(store: str) -> str:
     return store if "://" in store else os.path.abspath(store)
 
 
-def _seconds(value: float | str) -> float:
+def _seconds(value: float | str, name: str = "checkpoint_every") -> float:
     try:
         return parse_seconds(value) if isinstance(value, str) else float(value)
     except ValueError as bad:
-        raise UsageError(f"checkpoint_every={value!r}: {bad}.") from bad
+        raise UsageError(f"{name}={value!r}: {bad}.") from bad
 
 
 _FORMS: dict[str, Callable[[Any], object]] = {

@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from everstep.core import exits
@@ -26,10 +26,19 @@ from everstep.train.connect import Connection, connect
 from everstep.train.data import DataFeed
 from everstep.train.finite import Finite
 from everstep.train.leaving import Leaving, ends_by_exception, left_in_order
-from everstep.train.options import Options, check_claimed, effective, overruled, whole
+from everstep.train.options import (
+    Options,
+    check_claimed,
+    effective,
+    overruled,
+    phase_limit,
+    phase_name,
+    whole,
+)
 from everstep.train.place import Place, read_place
 from everstep.train.restore import Restorer
 from everstep.train.session import Session
+from everstep.train.stacks import answer
 from everstep.train.voice import Voice, check_figures
 
 LOADER = "loader"
@@ -77,6 +86,7 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
         )  # fmt: skip
         connection = connect(settings, place, voice)
         undo.pop_all()
+    answer(settings.stacks, place.rank)
     if not settings.attempt and (wrong := misspelt(os.environ)):
         voice.warn(wrong)
     for doubt in filter(None, doubts if place.rank == 0 else ()):
@@ -235,6 +245,23 @@ class Run:
             return False
         with self._fatal_errors():
             return self._boundary.checkpoint(self.step, wait=wait, timeout=timeout)
+
+    @explained('with run.long_phase("evaluation", limit="20min"): ...')
+    def long_phase(
+        self, name: str, limit: float | str | None = None
+    ) -> AbstractContextManager[None]:
+        """Declare that what follows takes long by right: ``with run.long_phase("evaluation"): ...``
+
+        Without a word a rank that ends no step for long is looked at, and ended as hanging where
+        nothing in it moves. While one rank is in a phase, nobody waits in vain: the others may
+        stand in a barrier until it comes. ``name`` is told to whoever asks what the job does (at
+        most 48 bytes). ``limit`` is seconds, or text such as ``"20min"``: for longer the phase is
+        no excuse. Without a limit it is one for an hour, and then as long as anything moves. May
+        be nested; the innermost counts. Raises :class:`~everstep.errors.UsageError` for a name or a
+        limit that cannot be.
+        """
+        self._check_open()
+        return self._connection.phases.within(phase_name(name), phase_limit(limit))
 
     @explained("Name each figure: run.log(loss=loss).")
     def log(self, **values: Any) -> None:
