@@ -9,6 +9,7 @@ has workers to stop never waits for a disk that does not answer. Writing a recor
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -35,7 +36,7 @@ from everstep.faults.history import (
     pack,
     unpack,
 )
-from everstep.keeper.spawn import log_path
+from everstep.keeper.spawn import log_path, state_dir
 from everstep.store import Job, Listing, OwnerIdentity, open_store
 
 ASK_SECONDS = 5.0
@@ -150,7 +151,7 @@ class Chronicle:
     def _read(self) -> None:
         job = self._opened()
         self._merge(job)
-        self._listing = job.history(self._listing)
+        self._listing = job.history(self._listing, cache=state_dir(self._settings, os.environ))
         self._highest = max(job.highest_claim(), self._listing.highest)
 
     def _write(self, entries: Sequence[Entry]) -> None:

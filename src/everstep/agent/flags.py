@@ -35,8 +35,8 @@ from everstep.errors import UsageError
 SETTINGS = (
     "store", "job", "resume", "snapshot_every", "checkpoint_every", "keep_last", "grace",
     "hang_floor", "final_deadline", "events", "state_dir", "on_fault", "verdict_deadline",
-    "catalog", "per_fingerprint", "no_progress", "window_restarts", "window", "useful_share",
-    "skip_batches", "notify", "node_name", "node_pod",
+    "resume_deadline", "catalog", "per_fingerprint", "no_progress", "window_restarts", "window",
+    "useful_share", "skip_batches", "notify", "node_name", "node_pod",
 )  # fmt: skip
 """The fields of :class:`Settings` that are flags; the others the agent itself hands to workers."""
 

@@ -34,6 +34,11 @@ class Case:
     late: tuple[Signal, ...] = field(default=())
 
     @property
+    def age(self) -> float:
+        """Seconds for which the failure had gone on when it was seen."""
+        return max((said.age for said in self.ends.values()), default=0.0)
+
+    @property
     def nodes(self) -> dict[str, tuple[int, ...]]:
         """The ranks of each node, by its name."""
         return dict(zip(self.plan.names(), self.plan.ranks_of_node(), strict=True))

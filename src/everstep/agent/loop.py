@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import random
 import secrets
 import select
 import shutil
@@ -22,25 +21,24 @@ import msgspec
 import torch
 
 from everstep.agent import agree, report, torch_events, workers
-from everstep.agent.chronicle import Chronicle
 from everstep.agent.decide import AttemptEnd, Decision, last_word
+from everstep.agent.ending import show_output, tell_end
 from everstep.agent.evidence import Evidence
 from everstep.agent.flags import UNLIMITED, Launch
 from everstep.agent.hang import HangWatch, Patience, emptied, stacks_folder
 from everstep.agent.incident import Case
-from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper, claim_index, hold_index, holder_of
+from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper
+from everstep.agent.lead import Late, Lead
 from everstep.agent.line import StoreSilent
-from everstep.agent.notify import Notifier
+from everstep.agent.number import own_index
 from everstep.agent.output import Output
 from everstep.agent.owner import Owner
-from everstep.agent.policy import catalog_of, policy_of
-from everstep.agent.proof import Proofs
+from everstep.agent.policy import catalog_of
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import (
     AGAIN_SECONDS,
     GATHER_SECONDS,
     LEADER_SECONDS,
-    Asked,
     Meeting,
     NodeEnd,
     NodeEntry,
@@ -49,7 +47,6 @@ from everstep.agent.rendezvous import (
     Round,
     found_again,
 )
-from everstep.agent.respond import Responder, newer
 from everstep.agent.signals import Interrupted, Signals
 from everstep.agent.supervise import Learnt, Supervision
 from everstep.agent.tend import TRY_SECONDS, Tending
@@ -59,7 +56,6 @@ from everstep.agent.watch.steps import Steps
 from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
-from everstep.core.clock import SystemClock
 from everstep.core.events import counted
 from everstep.core.settings import to_environment
 from everstep.errors import (
@@ -73,17 +69,11 @@ from everstep.errors import (
     RestoreError,
     StoreError,
 )
-from everstep.faults.history import DecisionRecord, ResultRecord
-from everstep.faults.records import Signal
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
 
 MEET_SECONDS = 0.2
 """Between two tries to find the rendezvous again."""
-SHOW_SECONDS = 5.0
-"""At the end of a job that did not finish: for a slow console to take what workers printed."""
-STOPPED_SECONDS = 0.5
-"""Without a byte taken: then the console is one that nobody reads."""
 
 
 class Agent:
@@ -98,22 +88,13 @@ class Agent:
         self._expected = self._reached = False
         self._took_part = False
         self._same_nodes = False
-        self._began = self._incident_began = self._incident_failed = 0.0
-        self._failed = math.inf
-        self._name = ""
-        self._considered: set[str] = set()
-        self._committed = -1
-        self._next: DecisionRecord | None = None
-        self._carried_out: DecisionRecord | None = None
-        self._late: Decision | None = None
+        self._began, self._failed = 0.0, math.inf
         self._hangs = Patience()
         self._workers_ended_at = math.inf
-        self._proofs = Proofs()
-        self._learnt = Learnt(record, self._proofs, self._proved, self._differed)
         self._failures: list[report.Failure] = []
         catalog = catalog_of(settings)
         self._output = Output(catalog)
-        self._index, self._number_lock = self._own_number()
+        self._index, self._number_lock = own_index(launch)
         several = launch.config.max_nodes > 1
         self._keeper = NodeKeeper(
             settings, self._index, self._hear, listening=several,
@@ -124,16 +105,8 @@ class Agent:
         self._meeting = Meeting(launch.config)
         self._evidence = Evidence(settings, catalog.result)
         self._stacks = stacks_folder(settings, self._index)
-        self._notifier = Notifier(settings.notify, settings.job, settings.store, record)
-        self._chronicle = Chronicle(
-            settings, self._owner.identity, lambda: self._owner.job, record, SystemClock()
-        )
-        self._responder = Responder(
-            self._chronicle, record, policy_of(launch), agent=self._owner.id,
-            patience=settings.verdict_deadline, catalog=catalog.result,
-            points=self._chronicle.recovery_points, draw=random.random, mode=settings.on_fault,
-            tell=self._notifier.tell,
-        )  # fmt: skip
+        self._lead = Lead(launch, self._owner, self._evidence, catalog.result, record, self._wait)
+        self._learnt = Learnt(record, self._lead)
 
     def run(self) -> int:
         """Run the job to its end; the exit code. Raises :class:`EverstepError` where it cannot
@@ -145,7 +118,6 @@ class Agent:
                 except RendezvousLost as lost:
                     decision = self._meet_anew(lost)
                 if decision.action == "restart":
-                    self._next = decision.record
                     decision = self._rest(decision)
                 if decision.action == "stop":
                     return self._stop(decision)
@@ -161,6 +133,7 @@ class Agent:
             "rendezvous.lost", f"{lost.what} Waiting for it to come back.", level="warning"
         )
         self._owner.release()
+        self._lead.forget()
         self._meeting.close()
         self._same_nodes, deadline = False, time.monotonic() + self._meeting.patience
         looking = found_again(self._launch.config)
@@ -185,6 +158,9 @@ class Agent:
         )  # fmt: skip
         ready = select.select([self._signals], [], [], decision.delay)[0]
         return self._interrupted() if ready else decision
+
+    def _wait(self, seconds: float) -> None:
+        select.select([self._signals], [], [], seconds)
 
     # -- one attempt
 
@@ -238,6 +214,7 @@ class Agent:
     def _learn_patience(self, end: NodeEnd) -> None:
         """How long a restart takes is known once it has led to a step."""
         resume = self._learnt.resumed_at - self._workers_ended_at
+        self._lead.ended(took=self._learnt.resumed_at - self._began)
         self._hangs = self._hangs.after(
             hung=bool(end.hang), step=end.finished, resume=resume if math.isfinite(resume) else 0.0
         )
@@ -248,7 +225,8 @@ class Agent:
         the keeper. A decision where there is nothing to start now."""
         attempt = 0
         if self._meeting.alone:  # before a keeper is started for nothing
-            ready = self._decided((_name_of(self._entry()),))
+            names = Plan(nodes=(self._entry(),)).names()
+            ready = self._lead.ready(names, patience=0.0, spares=0)
             if ready.action == "stop" or ready.delay > 0:
                 return ready
             attempt = self._claim_alone()
@@ -256,55 +234,20 @@ class Agent:
         if not self._keeper.attached:
             self._keeper.launch()
         round_ = self._meet()
-        plan = self._lead(round_, attempt) if round_.leads else self._follow(round_)
+        plan = self._leads(round_, attempt) if round_.leads else self._follow(round_)
         if plan.exit_code is not None:
             return Decision("stop", plan.exit_code, plan.reason)
         if round_.node in plan.leave:
             return Decision("stop", exits.LEFT_OUT, plan.reason)
         if plan.wait is not None:
             self._same_nodes = not plan.leave
-            return Decision("restart", 0, plan.reason, delay=plan.wait, record=self._next)
+            return Decision("restart", 0, plan.reason, delay=plan.wait)
         return round_, plan
-
-    def _decided(self, names: tuple[str, ...]) -> Decision:
-        """What was decided of the attempt that comes, by this agent or by one before it."""
-        if self._next is None:
-            self._considered = set(names)
-            self._owner.take(patience=self._patience)
-            last = self._chronicle.last_attempt()
-            self._committed = last.committed if last is not None else -1
-            ready = self._responder.begin(names, last, spares=self._meeting.spares())
-            self._next = ready.record
-            return ready
-        return Decision("restart", 0, self._next.reason, record=self._next)
 
     def _claim_alone(self) -> int:
         """S6: the owner may go on from memory while the store is away. Several nodes wait for it:
         whether each still holds its part only their keepers know."""
-        return self._claim(promise=self._reached and self._keeper.holds_memory)
-
-    def _claim(self, *, promise: bool = False) -> int:
-        """Claim the next attempt. Where its number is not the one that was decided on, because
-        another was claimed and not begun, that is recorded before it is begun."""
-        attempt = self._owner.claim(patience=self._patience, promise=promise)
-        decided, self._next = self._next, None
-        self._carried_out = decided
-        if decided is not None and decided.begins != attempt:
-            self._chronicle.write([newer(self._chronicle.read(), decided, attempt)])
-        return attempt
-
-    def _asked(self) -> Asked:
-        """What the decision that this attempt carries out asks of it."""
-        decided = self._carried_out
-        if decided is None:
-            return Asked()
-        waiting = self._responder.open
-        return Asked(
-            recover=decided.rung.recovery.point if decided.rung.recovery else None,
-            skip=self._responder.skips(decided),
-            replay_until=self._responder.replayed_step(decided),
-            hold=max(0.0, waiting.due - time.monotonic()) if waiting is not None else 0.0,
-        )
+        return self._lead.claim(patience=0.0, promise=self._reached and self._keeper.holds_memory)
 
     def _meet(self) -> Round:
         if self._same_nodes:
@@ -332,7 +275,7 @@ class Agent:
             name=settings.node_name, pod=settings.node_pod, address=_address(host),
         )  # fmt: skip
 
-    def _lead(self, round_: Round, attempt: int) -> Plan:
+    def _leads(self, round_: Round, attempt: int) -> Plan:
         try:
             plan = self._waits(round_) if not attempt else None
             if plan is None:
@@ -349,21 +292,15 @@ class Agent:
         """The plan of a round that starts no workers: the job is stopped, has to wait, or has a
         node in it that it is to do without. None where they may start."""
         names = Plan(nodes=round_.entries).names()
-        ready = self._decided(names)
+        spares = self._meeting.spares()
+        ready = self._lead.ready(names, patience=self._patience, spares=spares)
         if ready.action == "stop":
             return Plan(exit_code=ready.exit_code, reason=ready.reason)
         assert ready.record is not None, "what is begun was decided"
-        out = self._left_out(names, ready.record)
+        out = self._lead.left_out(names, ready.record, spares)
         if ready.delay > 0 or out:
             return Plan(wait=ready.delay, reason=ready.reason, leave=out)
         return None
-
-    def _left_out(self, names: tuple[str, ...], decided: DecisionRecord) -> tuple[int, ...]:
-        """The nodes of this round that were decided against, if as many others wait for their
-        place; one that has come since is as good as any."""
-        against = self._considered - set(decided.rung.nodes)
-        out = tuple(node for node, name in enumerate(names) if name in against)
-        return out if out and self._meeting.spares() >= len(out) else ()
 
     def _begin_at(self, round_: Round, attempt: int) -> tuple[Plan, int]:
         """The plan of ``attempt``, or of the next one that can be had, begun at this node's
@@ -371,14 +308,14 @@ class Agent:
         while True:
             plan = Plan(
                 nodes=round_.entries,
-                attempt=attempt or self._claim(),
+                attempt=attempt or self._lead.claim(patience=self._patience),
                 claimant=self._owner.id,
                 restarts=self._restarts,
                 expected=self._expected,
                 master_addr=round_.master_addr,
                 master_port=round_.master_port,
                 token=secrets.token_hex(16) if round_.nodes > 1 else "",
-                asked=self._asked(),
+                asked=self._lead.asked(),
             )
             try:
                 return plan, self._begin(round_, plan)
@@ -395,6 +332,7 @@ class Agent:
 
     def _follow(self, round_: Round) -> Plan:
         self._owner.release()  # where the node that leads has changed
+        self._lead.forget()
         plan = round_.plan()
         if plan.exit_code is None and plan.wait is None:
             # Known to every node, should the lead move to it.
@@ -406,8 +344,7 @@ class Agent:
         """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
         self._record.attempt = plan.attempt
         self._record.at_node(round_.node)
-        self._learnt = Learnt(self._record, self._proofs, self._proved, self._differed)
-        self._learnt.passed(self._committed)
+        self._learnt = Learnt(self._record, self._lead)
         self._took_part = True
         begin = self._begin_message(round_, plan)
         try:
@@ -476,7 +413,7 @@ class Agent:
             place, self._worker_settings(round_, plan) | variables(self._stacks, os.environ),
             self._output, plan.names()[round_.node],
         )  # fmt: skip
-        self._proofs.started(time.monotonic())
+        self._lead.began(time.monotonic())
         self._keeper.workers_started(group.pids)
         points.reach("agent.workers.after_start")
         self._record.say(
@@ -491,8 +428,8 @@ class Agent:
             tending=self._tending, learnt=self._learnt, signals=self._signals, record=self._record,
             grace=self._launch.settings.grace,
             shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
-            listen_every=self._launch.config.monitor_interval, provisional=Late(self),
-            hang=self._hang_watch(group),
+            listen_every=self._launch.config.monitor_interval,
+            provisional=Late(self._lead, self._keeper.release), hang=self._hang_watch(group),
         )  # fmt: skip
         end = supervision.run()
         self._failed = min(supervision.failed_at, time.monotonic())
@@ -542,72 +479,22 @@ class Agent:
         self._same_nodes = not end.lost_nodes and not end.members_changed
         self._reached = self._reached or end.reached >= 0  # a complete snapshot stays in memory
         self._expected = self._expected or self._reached or end.restored >= 0
-        self._committed = max(self._committed, end.committed)
-        late, self._late = self._late, None
-        if late is not None:
-            decision = late
-        else:
-            case = Case(plan, ends, end, self._began, self._failed, self._meeting.spares())
-            ended = time.monotonic()
-            self._considered = set(plan.names())
-            self._incident_began, self._incident_failed = self._began, self._failed
-            self._name = plan.names()[0]
-            decision = self._responder.answer(case, self._more)
-            self._try_to_prove(decision, ended)
+        spares = self._meeting.spares()
+        decision = self._lead.decide(Case(plan, ends, end, self._began, self._failed, spares))
         if decision.action == "restart" and not end.members_changed:
             self._restarts += 1
         return decision
 
-    def _try_to_prove(self, decision: Decision, ended: float) -> None:
-        if decision.action == "restart" and decision.incident is not None:
-            self._proofs.begin(
-                decision.incident, since=self._failed, failed=self._failed, ended=ended,
-                decided=time.monotonic(),
-            )  # fmt: skip
-
-    def _proved(self, step: int) -> None:
-        """``step`` is committed: what waited for it is proved (F7)."""
-        results = self._proofs.committed(step, time.monotonic(), self._chronicle.stamp())
-        self._conclude(results)
-
-    def _differed(self) -> None:
-        """The step that had failed was passed in an exact replay: a device is to be suspected."""
-        decided = self._carried_out
-        if decided is not None and decided.replay and decided.incident:
-            name = f"{decided.incident}.replay"
-            self._chronicle.note(
-                ResultRecord(
-                    name, decided.incident, self._record.attempt, self._chronicle.stamp(),
-                    replay_differed=True,
-                )
-            )  # fmt: skip
-
-    def _conclude(self, results: list[ResultRecord]) -> None:
-        for found in results:
-            # It is told in the attempt that proves it: what is recorded of that one came before.
-            result = msgspec.structs.replace(found, attempt=self._record.attempt)
-            self._chronicle.note(result)
-            how = "is over: a step past it is committed" if result.success else "was not got over"
-            self._record.say(
-                "incident.ended", f"incident {result.incident} {how}", level="debug",
-                **{name: value for name, value in msgspec.structs.asdict(result).items()
-                   if name not in ("at", "attempt", "sequence")},
-            )  # fmt: skip
-
     def _parting(self, plan: Plan, decision: Decision) -> tuple[int, ...]:
         if decision.record is None or decision.action == "stop":
             return ()
-        return self._left_out(plan.names(), decision.record)
-
-    def _more(self, seconds: float) -> tuple[Signal, ...]:
-        """What else is learnt of an incident within ``seconds``."""
-        select.select([self._signals], [], [], seconds)
-        return self._evidence.late(self._incident_began, self._incident_failed, self._name)
+        return self._lead.left_out(plan.names(), decision.record, self._meeting.spares())
 
     def _interrupted(self) -> Decision:
         number = next(iter(self._signals.take()), signal.SIGTERM)
         word = last_word(AttemptEnd(stopped_by=int(number)))
         assert word is not None, "a signal is always the last word"
+        self._lead.interrupted(word)
         return Decision("stop", word.exit_code, word.reason, word.warning)
 
     def _say_ended(self, plan: Plan, decision: Decision) -> None:
@@ -620,25 +507,12 @@ class Agent:
         )  # fmt: skip
 
     def _stop(self, decision: Decision) -> int:
-        self._show_output(decision)
-        if decision.warning:
-            self._record.say("job.warning", decision.warning, level="warning")
-        wanted = decision.exit_code in (exits.FINISHED, exits.PREEMPTED)
-        quiet = wanted or decision.exit_code > exits.SIGNALLED
-        told = decision.reason
-        if decision.exit_code in exits.FINAL and report.tell_refusals(self._failures):
-            told = "the job cannot go on: see the error above; a restart would not help"
-        elif not quiet and any(not failure.ours for failure in self._failures):
-            report.tell(self._launch.name, self._failures)
-        self._record.say(
-            "job.stopped", f"exit code {decision.exit_code}: {told}",
-            level="info" if quiet else "error", exit_code=decision.exit_code,
-            reason=decision.reason, errors=report.messages(self._failures),
-        )  # fmt: skip
+        show_output(self._output, self._signals, self._record, decision)
+        tell_end(self._launch, self._record, decision, self._failures)
         if self._launch.temporary_logs and not self._failures:
             shutil.rmtree(self._launch.temporary_logs, ignore_errors=True)
         if decision.exit_code not in (exits.FINISHED, exits.PREEMPTED):
-            self._conclude(self._proofs.give_up(self._chronicle.stamp()))
+            self._lead.give_up()
         self._keeper.leave()
         self._owner.release()
         self._meeting.leave(
@@ -646,31 +520,11 @@ class Agent:
         )
         return decision.exit_code
 
-    def _show_output(self, decision: Decision) -> None:
-        """What workers printed comes before what is said of it. A job that ended by itself waits
-        for its console, as its workers did before there was an agent between; a signal ends it."""
-        began, waits = time.monotonic(), decision.exit_code == exits.FINISHED
-        try:
-            with self._signals.interruptible():
-                while not self._output.flush(STOPPED_SECONDS):
-                    now = time.monotonic()
-                    moves = now - self._output.moved < STOPPED_SECONDS
-                    if not waits and (now - began > SHOW_SECONDS or not moves):
-                        break
-        except Interrupted:
-            self._signals.take()
-        if self._output.lost:
-            self._record.say(
-                "output.lost", f"not all that workers printed could be shown: {self._output.lost}",
-                level="warning",
-            )  # fmt: skip
-
     def _close(self) -> None:
         self._evidence.close()
         shutil.rmtree(self._stacks, ignore_errors=True)
-        self._notifier.close()
         self._output.close()
-        self._chronicle.close()
+        self._lead.close()
         self._keeper.close()
         self._owner.close()
         self._meeting.close()
@@ -680,24 +534,6 @@ class Agent:
 
     def _hear(self, message: Report | Fatal) -> None:
         self._learnt.hear(message)
-
-    def _own_number(self) -> tuple[int, socket.socket]:
-        settings = self._launch.settings
-        config = self._launch.config
-        if config.max_nodes == 1:
-            only = 0
-        elif config.rdzv_backend == "static":
-            only = int(config.rdzv_configs["rank"])
-        else:
-            return claim_index(settings)
-        lock = hold_index(settings, only)
-        if lock is None:
-            raise JobOwned(
-                f"another agent on this host ({holder_of(settings, only)}) runs node {only} of "
-                f"job {settings.job} in {settings.store}.",
-                hint="Stop it first, or give this run another --job.",
-            )
-        return only, lock
 
     def _place(self, round_: Round, plan: Plan) -> Place:
         role_ranks, role_size = plan.role_ranks(round_.node)
@@ -733,25 +569,6 @@ class Agent:
         return to_environment(replace(self._launch.settings, **own), always)
 
 
-class Late:
-    """The incident that the attempt at hand goes on from, while it is open."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-
-    @property
-    def due(self) -> float:
-        waiting = self._agent._responder.open
-        return waiting.due if waiting is not None else math.inf
-
-    def settle(self) -> str:
-        decision = self._agent._responder.settle(self._agent._more(0.0))
-        self._agent._late = decision
-        if decision is None:
-            self._agent._keeper.release()
-        return "" if decision is None else decision.reason
-
-
 def exit_code_of(error: EverstepError) -> int:
     """The exit code of a run that ``error`` prevents."""
     if isinstance(error, JobOwned):
@@ -768,10 +585,6 @@ def exit_code_of(error: EverstepError) -> int:
 def _why(decision: Decision) -> str:
     """The reason without the failure, which was told before."""
     return decision.record.rung.why if decision.record is not None else decision.reason
-
-
-def _name_of(entry: NodeEntry) -> str:
-    return Plan(nodes=(entry,)).names()[0]
 
 
 def _address(host: str) -> str:

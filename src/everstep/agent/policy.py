@@ -29,7 +29,11 @@ def policy_of(launch: Launch) -> Policy:
             max_restarts=launch.max_restarts,
         )  # fmt: skip
     settings = launch.settings
-    return Policy(limits=limits, hold=settings.verdict_deadline, skip_batches=settings.skip_batches)
+    resume = settings.resume_deadline
+    return Policy(
+        limits=limits, hold=settings.verdict_deadline, skip_batches=settings.skip_batches,
+        in_place=resume, elsewhere=resume, wait=resume, rollback=resume,
+    )  # fmt: skip
 
 
 def catalog_of(settings: Settings) -> Future[Catalog]:

@@ -49,6 +49,16 @@ class Proofs:
         return any(t.restored is not None and t.stepped is None for t in self._trials)
 
     @property
+    def any(self) -> bool:
+        """Whether any incident waits for its proof."""
+        return bool(self._trials)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the newest of them has led to a new step."""
+        return bool(self._trials) and self._trials[-1].stepped is not None
+
+    @property
     def from_step(self) -> int:
         """The step that the attempt at hand went on from."""
         return max((t.from_step for t in self._trials), default=-1)
@@ -82,6 +92,12 @@ class Proofs:
         for trial in self._trials:
             if trial.restored is not None and trial.stepped is None and step > trial.from_step:
                 trial.stepped, trial.new_step = now, step
+
+    def ended(self) -> None:
+        """The attempt at hand has ended: what it did not come to is timed in the next one."""
+        for trial in self._trials:
+            if trial.stepped is None:
+                trial.started = trial.restored = None
 
     def committed(self, step: int, now: float, at: Stamp) -> list[ResultRecord]:
         """``step`` is committed: the records of those that are proved by it."""

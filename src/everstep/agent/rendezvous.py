@@ -172,6 +172,7 @@ class NodeEnd(msgspec.Struct, frozen=True):
     members_changed: bool = False
     hang: str = ""
     hung: tuple[int, ...] = ()
+    age: float = 0.0
 
     def worker_ends(self) -> tuple[WorkerEnd, ...]:
         return tuple(WorkerEnd(*worker) for worker in self.workers)

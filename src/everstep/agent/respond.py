@@ -26,7 +26,7 @@ from everstep.core import exits
 from everstep.faults import history as told
 from everstep.faults.budget import cause_of
 from everstep.faults.catalog import Catalog
-from everstep.faults.decide import Response, begin, respond
+from everstep.faults.decide import Response, begin, fall, respond
 from everstep.faults.fold import fold
 from everstep.faults.history import (
     AttemptFacts,
@@ -160,6 +160,18 @@ class Responder:
         self._chronicle.write([word])
         return (*past, word)
 
+    def fall(self, decided: DecisionRecord, nodes: Sequence[str]) -> Decision:
+        """What is tried next: ``decided`` led to no new step in time."""
+        past = self._chronicle.read()
+        situation = Situation(
+            nodes=tuple(nodes), min_nodes=len(nodes), checkpoints=tuple(self._points()),
+            highest_claim=max(self._chronicle.highest_claim, decided.begins or 0),
+            jitter=self._draw(),
+        )  # fmt: skip
+        why = f"{decided.action} led to no new step in time"
+        stamp = self._chronicle.stamp()
+        return self._carry_out(fall(past, decided, situation, self._policy, stamp, why), None)
+
     def skips(self, decided: DecisionRecord) -> tuple[int, ...]:
         """All steps whose batches are left out: by this decision, and by those before it, for
         attempts that go on from before them."""
@@ -177,16 +189,18 @@ class Responder:
 
     def _ended(self, case: Case, word: LastWord) -> Decision:
         """The attempt's end was no failure: nothing is charged, and nothing is to be explained."""
+        facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
+        self._write_end(case.plan.attempt, facts, word)
+        return Decision("stop", word.exit_code, word.reason, word.warning)
+
+    def _write_end(self, attempt: int, facts: AttemptFacts, word: LastWord) -> None:
         cause: Cause = "external" if word.exit_code == exits.PREEMPTED else "person"
         past = self._chronicle.read()
-        attempt = case.plan.attempt
-        facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
         ended = ProgressRecord(
             attempt, self._chronicle.stamp(), facts, next_sequence(past, attempt),
             ended=word.reason, cause=cause, finished=word.exit_code == exits.FINISHED,
         )  # fmt: skip
         self._chronicle.write([ended])
-        return Decision("stop", word.exit_code, word.reason, word.warning)
 
     def _incident(
         self,

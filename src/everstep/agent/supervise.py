@@ -10,7 +10,6 @@ import math
 import select
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -21,9 +20,9 @@ from everstep.agent.agree import BEAT_SECONDS, Silence
 from everstep.agent.decide import WorkerEnd, describe, peaceful
 from everstep.agent.hang import Hang, HangWatch
 from everstep.agent.keeper import NodeKeeper
+from everstep.agent.lead import Lead
 from everstep.agent.line import SILENT_SECONDS
 from everstep.agent.owner import Owner
-from everstep.agent.proof import Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Meeting, NodeEnd, Round
 from everstep.agent.signals import Signals
@@ -67,25 +66,18 @@ class Provisional(Protocol):
 
 
 class Learnt:
-    """What the keeper's messages tell of one attempt, and of incidents before it (``proofs``)."""
+    """What the keeper's messages tell of one attempt, and so of incidents before it (``lead``)."""
 
-    def __init__(
-        self,
-        record: Recorder,
-        proofs: Proofs,
-        proved: Callable[[int], None],
-        differed: Callable[[], None],
-    ) -> None:
+    def __init__(self, record: Recorder, lead: Lead) -> None:
         self._record = record
-        self.proofs = proofs
-        self._proved = proved
-        self._differed = differed
+        self._lead = lead
+        self.proofs = lead.proofs
         self.restored = -1
         self.reached = -1
         self.committed = -1
         self.useful = 0.0
         self._began = 0.0
-        self._passed = -1
+        self._passed = lead.committed
         self.attached = False
         self.finished = False
         self.fatal: tuple[int, str] | None = None
@@ -114,20 +106,16 @@ class Learnt:
         elif event.kind == "checkpoint.committed":
             self._commit(step, event.mono)
         elif event.kind == "replay.differed":
-            self._differed()
+            self._lead.differed()
         elif event.kind == "job.finished":
             self.finished = True
         elif event.kind == "train.resumed":
             self.resumed_at = min(self.resumed_at, event.mono)
 
-    def passed(self, step: int) -> None:
-        """Up to ``step``, attempts before have committed: what comes after it is new."""
-        self._passed = step
-
     def _commit(self, step: int, mono: float) -> None:
         """Count the part of the time since the restore that led to new committed steps."""
         self.committed = max(self.committed, step)
-        self._proved(step)
+        self._lead.proved(step)
         new = step - max(self._passed, self.restored, 0)
         done = step - max(self.restored, 0)
         if self._began and new > 0 and done > 0:
@@ -213,6 +201,7 @@ class Supervision:
             useful=learnt.useful, steps=steps, finished=min(steps.values(), default=-1),
             hang="" if self._hung is None else self._hung.reason,
             hung=() if self._hung is None else self._hung.culprits,
+            age=0.0 if self._hung is None else self._hung.age,
             signals=tuple(self._hang.evidence),
         )  # fmt: skip
 

@@ -92,6 +92,12 @@ class Settings:
         "first optimizer step of a restart until then.",
         parse="seconds",
     )
+    resume_deadline: float = setting(
+        1800.0,
+        "Seconds for a restart to lead to a new step, at least three times what the slowest took; "
+        "then what stands behind it is tried: other nodes, a wait, an older state, a stop.",
+        parse="seconds",
+    )
     catalog: str = setting(
         "", "TOML file with more signatures of failures, asked before everstep's own."
     )

@@ -91,7 +91,8 @@ _RECORD = re.compile(
 _KERNEL_FIRST = frozenset("kNna[mE{poXwBb")
 """What the lines of ``_KERNEL`` begin with."""
 _BARE = frozenset(("exit", "heartbeat", "steptime", "stack"))
-"""Sources that nobody puts anything around."""
+"""Sources that nobody puts anything around; what reads a stack writes to no terminal, whose width
+would break lines."""
 _SLURM = re.compile(r"^(?:slurmstepd|srun|slurmd|slurmctld|sbatch|salloc): ")
 
 
