@@ -23,6 +23,7 @@ from everstep.agent.watch.steps import Steps, heartbeats
 from everstep.core.events import Event, decode_line
 from everstep.core.settings import from_environment
 from everstep.errors import UsageError
+from everstep.faults.catalog import load
 from everstep.faults.hang import HangPolicy, Look, RankBeat, Standing
 from everstep.faults.records import Incident, Signal
 from everstep.faults.scene import scene_of
@@ -171,7 +172,7 @@ def test_what_was_ended_at_a_step_is_waited_for_longer_there(tmp_path: Path) -> 
 def test_heartbeats_are_of_the_form_that_is_judged() -> None:
     beats = [STUCK, replace(STUCK, rank=2, phase="my evaluation", phase_since=130.0)]
     signals = heartbeats(beats, 190.0, 90.0, {1: True})
-    scene = scene_of(Incident("a", tuple(signals), nodes={"here": (1, 2)}))
+    scene = scene_of(Incident("a", tuple(signals), nodes={"here": (1, 2)}), load())
     read = [(beat.rank, beat.step, beat.phase, beat.age) for beat in scene.beats]
     assert read == [(1, 49, "step:collective", 90.0), (2, 49, "my_evaluation", 60.0)]
 

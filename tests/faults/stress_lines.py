@@ -256,4 +256,13 @@ LINES: tuple[tuple[str, str, str, str], ...] = (
     ("L", "COLLECTIVE_MISMATCH", "", "RuntimeError: DDP expects same model across all ranks, but Rank 3 has 148 params, while rank 0 has inconsistent 150 params."),
     ("L", "ABORT_HANG", "", "[rank3]: Timed out after 600 seconds waiting for ncclCommAbort to return"),
     ("L", "USER_CANCEL", "", "^CTraceback (most recent call last):\n  File \"/w/t.py\", line 3, in <module>\nKeyboardInterrupt"),
+    ("L", "CONFIG_INVALID", "", "torch.AcceleratorError: HIP error: invalid device function"),
+    ("L", "CONFIG_INVALID", "", "RuntimeError: CUDA error: device kernel image is invalid"),
+    ("L", "NCCL_SYSTEM_ERROR", "", "[1,9]<stdout>:h-3:81:92 [1] create_component:459 NCCL WARN NET/OFI Couldn't open AV. RC: -22, ERROR: Invalid argument"),
+    ("L", "NCCL_SYSTEM_ERROR", "", "h-1:5:6 [0] nccl_net_ofi_create_plugin:211 NCCL WARN NET/OFI Unable to find a protocol that works."),
+    ("L", "DATA_CORRUPT", "", "pyarrow.lib.ArrowIOError: Invalid parquet file. Corrupt footer."),
+    ("L", "NODE_NOT_READY", "restart_elsewhere", "srun: error: Task launch for StepId=71.2 failed on node c-12: Job credential expired"),
+    ("L", "NODE_NOT_READY", "restart_elsewhere", "slurmstepd: error: execve(): /var/spool/slurmd/job00071/slurm_script: No such file or directory"),
+    ("L", "UNSCHEDULABLE_QUOTA", "wait_and_retry", "sbatch: error: Batch job submission failed: Requested node configuration is not available"),
+    ("L", "NODE_NOT_READY", "", "job 812 failed with status 'NODE_FAIL'"),
 )  # fmt: skip

@@ -162,6 +162,20 @@ def test_flight_recorder_tells_who_has_nothing_pending() -> None:
     assert root(judged(*signals))[::2] == ("NCCL_WATCHDOG_TIMEOUT", (5,))
 
 
+@pytest.mark.parametrize(
+    ("finding", "fault", "ranks"),
+    [
+        ("missing ranks: {5}", "NCCL_WATCHDOG_TIMEOUT", (5,)),
+        ("the calls of ranks 5 do not match: Error type: COLLECTIVE_TYPE_MISMATCH, rank 5", "COLLECTIVE_MISMATCH", ()),
+        ("the calls of ranks 5 do not match: Error type: COLLECTIVE_STATE_MISMATCH, rank 5", UNKNOWN, ()),
+    ],
+)  # fmt: skip
+def test_finding_of_the_flight_recorder(finding: str, fault: str, ranks: tuple[int, ...]) -> None:
+    where = "flight recorder: all_reduce at work sequence id: 41 of group default"
+    verdict = judged(said(f"{where}: {finding}", node=None))
+    assert (verdict.fault, verdict.root_ranks) == (fault, ranks)
+
+
 def test_f2_our_own_signals_blame_nobody() -> None:
     ends = [
         Signal("exit", "killed by signal 15", rank, "h-a", 90.0, exit_code=-15, ours=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 
@@ -74,9 +75,13 @@ KINDS: tuple[tuple[Callable[[int], Iterator[Signal]], str, tuple[int, ...]], ...
 def judged(signals: Callable[[int], Iterator[Signal]], world: int) -> tuple[Verdict, float]:
     nodes = {node(rank): tuple(range(rank, rank + EACH)) for rank in range(0, world, EACH)}
     incident = Incident("x", tuple(s for rank in range(world) for s in signals(rank)), nodes)
-    began = time.process_time()
-    verdict = judge(incident, load())
-    return verdict, time.process_time() - began
+    gc.disable()  # a pass over all that other tests left is no work of the judge
+    try:
+        began = time.thread_time()
+        verdict = judge(incident, load())
+        return verdict, time.thread_time() - began
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("signals", "fault", "ranks"), KINDS, ids=[k[0].__name__ for k in KINDS])
@@ -85,7 +90,7 @@ def test_four_times_the_ranks_take_no_sixteen_times_as_long(
 ) -> None:
     load()
     few = min(judged(signals, 128)[1] for _ in range(2))
-    verdict, many = judged(signals, 512)
+    verdict, many = min((judged(signals, 512) for _ in range(2)), key=lambda one: one[1])
     assert (verdict.fault, verdict.root_ranks) == (fault, ranks)
     assert many < 10 * max(few, 0.004), (few, many)
 
