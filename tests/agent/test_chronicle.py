@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from everstep.agent.chronicle import Chronicle
+from everstep.agent.owner import Owner
 from everstep.agent.record import Recorder
 from everstep.core.clock import SystemClock
 from everstep.core.settings import Settings
@@ -106,3 +107,23 @@ def test_a_store_that_hangs_delays_a_decision_for_a_limited_time(world: World) -
     over.set()
     chronicle.close()
     assert world.stored() == (kept,)
+
+
+def test_a_store_that_is_away_at_the_end_is_not_made_anew_in_its_place(world: World) -> None:
+    """F3: the word that stopped the job for good waits on this host for the store itself."""
+    settings = Settings(
+        store=str(world.folder / "store"), job="job", state_dir=str(world.folder / "state")
+    )
+    record = Recorder("job", stream=io.StringIO())
+    owner = Owner(settings, record)
+    chronicle = Chronicle(settings, owner.identity, lambda: owner.job, record, SystemClock())
+    owner.take()
+    (world.folder / "store").rename(world.folder / "unmounted")
+    kept = word(chronicle, "a")
+    chronicle.write([kept])
+    owner.release()
+    chronicle.close()
+    owner.close()
+    assert not (world.folder / "store").exists()
+    (world.folder / "unmounted").rename(world.folder / "store")
+    assert world.chronicle().read() == (kept,)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,7 @@ from everstep.agent.supervise import Learnt, Provisional, Supervision
 from everstep.agent.tend import TRY_SECONDS, Tending
 from everstep.agent.watch.flight import Flight, variables
 from everstep.agent.watch.stacks import Stacks
-from everstep.agent.watch.steps import Steps
+from everstep.agent.watch.steps import Steps, heartbeats
 from everstep.agent.workers import Place, Workers
 from everstep.cadence.policy import Policy
 from everstep.core import exits, points
@@ -69,6 +70,7 @@ from everstep.errors import (
     RestoreError,
     StoreError,
 )
+from everstep.faults.hang import RankBeat
 from everstep.faults.records import Signal
 from everstep.keeper.wire import BeginAttempt, Fatal, Report
 from everstep.store import STALE_SECONDS
@@ -201,15 +203,21 @@ class Agent:
         )
         group.close()
         self._failures = group.failures
+        beats = Steps(self._keeper, plan.attempt, tuple(group.pids)).read()
         self._keeper.workers_ended(plan.attempt)
         self._learn_patience(end)
-        return self._with_evidence(end, group, round_.nodes)
+        return self._with_evidence(end, beats, group, round_.nodes)
 
-    def _with_evidence(self, end: NodeEnd, group: Workers, nodes: int) -> NodeEnd:
+    def _with_evidence(
+        self, end: NodeEnd, beats: Sequence[RankBeat], group: Workers, nodes: int
+    ) -> NodeEnd:
         if not self._failures:
             return end
         self._evidence.look()
-        said = (*end.signals, *group.evidence(0.0))
+        now = time.monotonic()
+        told = [beat for beat in beats if beat.boundary_at > 0.0]
+        last = heartbeats(told, now, now - self._began)
+        said = (*end.signals, *last, *group.evidence(0.0))
         seen = self._evidence.of(said, self._began, self._failed, nodes=nodes)
         return msgspec.structs.replace(end, signals=seen)
 

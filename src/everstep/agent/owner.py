@@ -34,6 +34,7 @@ class Owner:
         self._job: Job | None = None
         self._attempt = self._claimed = 0
         self._own_claim = False
+        self._known: Job | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._event = os.eventfd(0, os.EFD_CLOEXEC)
@@ -90,14 +91,15 @@ class Owner:
             # Who claims above what there is now has taken over.
             self._attempt = self._claimed = job.highest_claim()
             self._own_claim = False
-            self._job = job
+            self._job = self._known = job
             self._begin_renewing(job)
         return self._job
 
     @property
     def job(self) -> Job:
-        """The job in its store, owned or not."""
-        return self._job or _open(self._settings)
+        """The job in its store, owned or not. A store that is away is never made anew in its place:
+        what was owned before is still meant."""
+        return self._job or self._known or open_store(self._settings.store).job(self._settings.job)
 
     def release(self) -> None:
         """Let the job go, so that the next agent (or the next leader) need not wait."""

@@ -20,13 +20,15 @@ from everstep.faults.situation import Policy
 
 
 def policy_of(launch: Launch) -> Policy:
-    """The budgets and deadlines of this run. ``--max-restarts`` takes the place of the rules that
-    count attempts; a failure that is deterministic stops the job all the same (F4)."""
+    """The budgets and deadlines of this run. ``--max-restarts`` may be used up in one start of the
+    job: the rules that count attempts leave it as many, and hold over the starts (F3). A failure
+    that is deterministic stops the job all the same (F4)."""
     limits = limits_of(launch.settings)
-    if launch.max_restarts is not None:
+    if (most := launch.max_restarts) is not None:
         limits = msgspec.structs.replace(
-            limits, per_fingerprint=None, no_progress=None, unrestored=None,
-            max_restarts=launch.max_restarts,
+            limits, per_fingerprint=_at_least(limits.per_fingerprint, most + 1),
+            no_progress=_at_least(limits.no_progress, most + 2),
+            unrestored=_at_least(limits.unrestored, most + 2), max_restarts=most,
         )  # fmt: skip
     settings = launch.settings
     resume = settings.resume_deadline
@@ -34,6 +36,10 @@ def policy_of(launch: Launch) -> Policy:
         limits=limits, hold=settings.verdict_deadline, skip_batches=settings.skip_batches,
         in_place=resume, elsewhere=resume, wait=resume, rollback=resume,
     )  # fmt: skip
+
+
+def _at_least(limit: int | None, least: int) -> int | None:
+    return None if limit is None else max(limit, least)
 
 
 def catalog_of(settings: Settings) -> Future[Catalog]:

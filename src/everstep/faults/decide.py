@@ -320,7 +320,13 @@ def _start(
         begins=attempt + 1,
         budget=budget.left(_with_this(budgets, history, attempt > 0), None, policy.limits),
     )
-    if spent is not None:
+    taken = bool(history.lives) and history.lives[-1].cause == "external"
+    if spent is not None and taken and budgets.useful and not budgets.stuck:
+        # Only taken away again and again, it gets on in between: it waits until there is room.
+        free = budget.window_frees(budgets, policy.limits, history.now)
+        rung = Rung("wait_and_retry", rung.nodes, None, free + policy.wait, free, spent.reason)
+        record = msgspec.structs.replace(record, rung=rung, alerts=(spent.reason,))
+    elif spent is not None:
         last = _last_decision(history)
         if last is not None and last.stops and last.attempt == attempt and last.fault == rules.LOOP:
             return Response((), last)  # said already: a queue that tries for ever fills no store

@@ -117,14 +117,16 @@ def _plain_limits(
     history: History, budgets: Budgets, incident: IncidentRecord, policy: Policy, at: Stamp
 ) -> Spent | None:
     """The limits that hold whatever the verdict is, and whether or not it is acted on."""
+    if incident.cause in ("root", "victims", "agent_lost"):
+        spent = budget.progress_spent(budgets, policy.limits)
+        if spent is not None:
+            return spent
     most = policy.limits.max_restarts
     if most is not None and incident.cause != "external":
         others = [d for d in history.decisions() if d.incident != incident.id]
         made = sum(_is_restart_of(d, at.agent, history) for d in others)
         if made >= most:
             return Spent("max_restarts", f"--max-restarts {most} is used up")
-    if incident.cause in ("root", "victims", "agent_lost"):
-        return budget.progress_spent(budgets, policy.limits)
     return None
 
 
@@ -181,9 +183,10 @@ def _stop(incident: IncidentRecord, spent: Spent) -> Draft:
     known = {exits.REPEATED: RepeatedFailure.code, exits.NO_PROGRESS: NoProgress.code}.get(code)
     what = f"{describe(incident)}: {spent.reason}" + (f" ({known})" if known else "")
     advice = incident.verdict.advice
-    reason = how_to_go_on(f"{what}. {advice}" if advice else what)
     # torchrun's own limit is for one start of the job: the next start has it again.
     final = spent.name != "max_restarts"
+    what = f"{what}. {advice}" if advice else what
+    reason = how_to_go_on(what) if final else what
     rung = Rung("stop", why=spent.reason)
     return Draft(rung, reason, fault, exit_code=code, final=final)
 
