@@ -58,5 +58,11 @@ class Evidence:
         named = (msgspec.structs.replace(signal, node=signal.node or node) for signal in seen)
         return capped(named, failed, self._catalog(), node=node)
 
+    def telling(self, since: float, began: float) -> tuple[Signal, ...]:
+        """What the node's sources gave after ``since`` that a signature speaks of."""
+        seen = timed(self._watch.since(since), began)
+        catalog = self._catalog()
+        return tuple(signal for signal in seen if catalog.found_in(signal.text))
+
     def close(self) -> None:
         self._watch.close()

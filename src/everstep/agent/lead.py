@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -30,7 +30,7 @@ from everstep.agent.respond import Responder, newer
 from everstep.core.clock import SystemClock
 from everstep.faults.catalog import Catalog
 from everstep.faults.history import DecisionRecord, ResultRecord
-from everstep.faults.records import Signal
+from everstep.faults.records import Incident, Signal
 
 RESUME_TIMES = 3.0
 """A restart may take so many times as long as the slowest that was seen."""
@@ -38,6 +38,8 @@ LATE_SHARE = 0.75
 """Of the time for which an incident is open: when nodes tell what they have seen since."""
 OTHERS_SECONDS = 0.5
 """For the rendezvous' store to give what the others have told."""
+HEALTH_SECONDS = 10.0
+"""Between two looks at what the node's sources tell while workers run."""
 OVERDUE_SECONDS = 60.0
 """Between two looks for incidents whose time to be proved is over."""
 
@@ -82,6 +84,11 @@ class Lead:
         self._slowest = 0.0
         self._tells_steps = False
         self._next_look = 0.0
+        self._next_health = math.inf
+        self._looked = 0.0
+        self._nodes: dict[str, tuple[int, ...]] = {}
+        self._own_node = ""
+        self._told: set[tuple[str, str | None]] = set()
 
     # -- before an attempt
 
@@ -139,9 +146,12 @@ class Lead:
 
     # -- while one runs
 
-    def began(self, now: float) -> None:
-        """Its workers were started."""
-        self._began = now
+    def began(self, now: float, nodes: Mapping[str, tuple[int, ...]], own: str) -> None:
+        """Its workers were started: ``nodes`` gives the ranks of each, ``own`` is this one."""
+        self._began = self._looked = now
+        self._nodes, self._own_node = dict(nodes), own
+        self._told.clear()
+        self._next_health = now + HEALTH_SECONDS
         self.proofs.started(now)
 
     @property
@@ -149,7 +159,8 @@ class Lead:
         """When :meth:`settle` has something to do (CLOCK_MONOTONIC)."""
         waiting = self._responder.open
         overdue = self._next_look if self.proofs.any else math.inf
-        return min(waiting.due if waiting is not None else math.inf, self._falls_at, overdue)
+        late = waiting.due if waiting is not None else math.inf
+        return min(late, self._falls_at, overdue, self._next_health)
 
     def settle(self) -> str:
         """Close the incident that is open, or give up a rung that led to no new step in time: why
@@ -157,6 +168,8 @@ class Lead:
         now = time.monotonic()
         self._next_look = now + OVERDUE_SECONDS
         self._conclude(self.proofs.overdue(now, self._chronicle.stamp()))
+        if now >= self._next_health:
+            self._look_at_health(now)
         waiting = self._responder.open
         if waiting is not None and now >= waiting.due:
             self._late = self._responder.settle(self._more(0.0))
@@ -164,6 +177,18 @@ class Lead:
             self._began = math.inf
             self._late = self._responder.fall(self._carried_out, self._considered)
         return "" if self._late is None else self._late.reason
+
+    def _look_at_health(self, now: float) -> None:
+        """Judge what this node's sources gave while its workers run: it ends nothing, but a person
+        may want to know before something does."""
+        self._next_health = now + HEALTH_SECONDS
+        seen = self._evidence.telling(self._looked, self._began)
+        self._looked = now
+        if not seen:
+            return
+        named = (msgspec.structs.replace(s, node=s.node or self._own_node) for s in seen)
+        incident = Incident(f"{self._record.attempt}-health", tuple(named), self._nodes)
+        self._responder.watch_health(incident, self._told, leads=self._carried_out is not None)
 
     @property
     def is_settled(self) -> bool:

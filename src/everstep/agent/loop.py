@@ -423,7 +423,8 @@ class Agent:
             place, self._worker_settings(round_, plan) | variables(self._stacks, os.environ),
             self._output, plan.names()[round_.node],
         )  # fmt: skip
-        self._lead.began(time.monotonic())
+        nodes = dict(zip(plan.names(), plan.ranks_of_node(), strict=True))
+        self._lead.began(time.monotonic(), nodes, plan.names()[round_.node])
         self._keeper.workers_started(group.pids)
         points.reach("agent.workers.after_start")
         self._record.say(

@@ -40,7 +40,7 @@ from everstep.faults.history import (
     next_sequence,
 )
 from everstep.faults.judge import judge
-from everstep.faults.records import UNKNOWN, Signal, Verdict
+from everstep.faults.records import UNKNOWN, Incident, Signal, Verdict
 from everstep.faults.rules import describe
 from everstep.faults.situation import Policy, Situation
 from everstep.faults.suspicion import excluded, standings
@@ -200,6 +200,31 @@ class Responder:
         """The nodes that get no work now."""
         past = fold(self._chronicle.read(), now=self._chronicle.stamp())
         return excluded(standings(past, self._policy.rules))
+
+    def watch_health(
+        self, incident: Incident, told: set[tuple[str, str | None]], *, leads: bool
+    ) -> None:
+        """Something was seen while the attempt runs. It goes on; that is recorded by the node that
+        leads, and said once an attempt (``told``)."""
+        verdict = judge(incident, self._catalog())
+        if verdict.fault == UNKNOWN or (verdict.fault, verdict.root_node) in told:
+            return
+        told.add((verdict.fault, verdict.root_node))
+        attempt = self._record.attempt
+        seen = IncidentRecord(
+            id=f"{attempt}-{self._agent[-4:]}-seen{len(told)}", attempt=attempt,
+            at=self._chronicle.stamp(), verdict=verdict, cause=cause_of(verdict), fatal=False,
+            nodes=incident.nodes,
+        )  # fmt: skip
+        if leads:
+            past = self._chronicle.read()
+            stamp = self._chronicle.stamp()
+            response = respond(past, seen, Situation(), self._policy, stamp)
+            self._chronicle.write(response.records)
+        self._record.say(
+            "health.seen", f"{describe(seen)}: the attempt goes on", level="warning",
+            incident=seen.id, action="continue", node=verdict.root_node,
+        )  # fmt: skip
 
     def skips(self, decided: DecisionRecord) -> tuple[int, ...]:
         """All steps whose batches are left out: by this decision, and by those before it, for
