@@ -1,7 +1,7 @@
 """What people are told at the end of a run, and in which order.
 
-Owns: that workers' last words are shown first, and which failures are told how. Never does: decide.
-Called by: the loop.
+Owns: that workers' last words are shown first, which failures are told how, and the exit code of
+an error that prevents a run. Never does: decide. Called by: the loop, begin, main.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ from everstep.agent.output import Output
 from everstep.agent.record import Recorder
 from everstep.agent.signals import Interrupted, Signals
 from everstep.core import exits
+from everstep.errors import (
+    EverstepError,
+    JobOwned,
+    NoRecoveryPoint,
+    RestoreError,
+    StoreError,
+)
 
 SHOW_SECONDS = 5.0
 """At the end of a job that did not finish: for a slow console to take what workers printed."""
@@ -60,3 +67,16 @@ def tell_end(
         level="info" if quiet else "error", exit_code=decision.exit_code,
         reason=decision.reason, errors=report.messages(failures),
     )  # fmt: skip
+
+
+def exit_code_of(error: EverstepError) -> int:
+    """The exit code of a run that ``error`` prevents."""
+    if isinstance(error, JobOwned):
+        return exits.OWNED
+    if isinstance(error, NoRecoveryPoint):
+        return exits.NO_RECOVERY_POINT
+    if isinstance(error, RestoreError):
+        return exits.REFUSED
+    if error.blame == "user":
+        return exits.USAGE
+    return exits.NO_STORE if isinstance(error, StoreError) else exits.FAILED

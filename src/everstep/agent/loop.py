@@ -7,73 +7,50 @@ from __future__ import annotations
 
 import math
 import os
-import platform
-import secrets
 import select
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import msgspec
-import torch
 
 from everstep.agent import agree, report, torch_events, workers
+from everstep.agent.begin import Beginning
 from everstep.agent.decide import AttemptEnd, Decision, last_word
 from everstep.agent.ending import show_output, tell_end
 from everstep.agent.evidence import Evidence
-from everstep.agent.flags import UNLIMITED, Launch
+from everstep.agent.flags import Launch
 from everstep.agent.hang import HangWatch, Patience, emptied, stacks_folder
 from everstep.agent.incident import Case
-from everstep.agent.keeper import CONNECT_SECONDS, NodeKeeper
+from everstep.agent.keeper import NodeKeeper
 from everstep.agent.lead import OTHERS_SECONDS, Follower, Late, Lead
-from everstep.agent.line import StoreSilent
 from everstep.agent.number import own_index
 from everstep.agent.output import Output
 from everstep.agent.owner import Owner
 from everstep.agent.policy import catalog_of
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import (
-    AGAIN_SECONDS,
-    GATHER_SECONDS,
-    LEADER_SECONDS,
-    Meeting,
     NodeEnd,
-    NodeEntry,
     NotNeeded,
     Plan,
     Round,
     found_again,
 )
 from everstep.agent.signals import Interrupted, Signals
-from everstep.agent.supervise import Learnt, Provisional, Supervision
-from everstep.agent.tend import TRY_SECONDS, Tending
+from everstep.agent.supervise import Provisional, Supervision
+from everstep.agent.tend import Tending
 from everstep.agent.watch.flight import Flight, variables
 from everstep.agent.watch.stacks import Stacks
 from everstep.agent.watch.steps import Steps, heartbeats
 from everstep.agent.workers import Place, Workers
-from everstep.cadence.policy import Policy
 from everstep.core import exits, points
-from everstep.core.events import counted
-from everstep.core.settings import to_environment
 from everstep.errors import (
-    AgentError,
-    AttemptLived,
-    EverstepError,
-    JobOwned,
-    KeeperError,
-    NoRecoveryPoint,
     RendezvousLost,
-    RestoreError,
-    StoreError,
 )
 from everstep.faults.hang import RankBeat
 from everstep.faults.records import Signal
-from everstep.keeper.wire import BeginAttempt, Fatal, Report
-from everstep.store import STALE_SECONDS
+from everstep.keeper.wire import Fatal, Report
 
 MEET_SECONDS = 0.2
 """Between two tries to find the rendezvous again."""
@@ -87,10 +64,6 @@ class Agent:
         self._launch = launch
         self._signals = signals
         self._record = record
-        self._restarts = 0
-        self._expected = self._reached = False
-        self._took_part = False
-        self._same_nodes = False
         self._began, self._failed = 0.0, math.inf
         self._follower: Follower | None = None
         self._hangs = Patience()
@@ -106,11 +79,12 @@ class Agent:
         )  # fmt: skip
         self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
-        self._meeting = Meeting(launch.config)
         self._evidence = Evidence(settings, catalog.result)
         self._stacks = stacks_folder(settings, self._index)
         self._lead = Lead(launch, self._owner, self._evidence, catalog.result, record, self._wait)
-        self._learnt = Learnt(record, self._lead)
+        self._beginning = Beginning(
+            launch, self._index, self._keeper, self._tending, self._owner, self._lead, record
+        )
 
     def run(self) -> int:
         """Run the job to its end; the exit code. Raises :class:`EverstepError` where it cannot
@@ -131,21 +105,24 @@ class Agent:
     def _meet_anew(self, lost: RendezvousLost) -> Decision:
         """The agent that held the rendezvous is gone: wait for one in its place, with what the
         keeper holds. Raises ``lost`` where this agent has no part in the job yet, or none comes."""
-        if self._meeting.alone or not self._took_part:
+        if self._beginning.meeting.alone or not self._beginning.took_part:
             raise lost
         self._record.say(
             "rendezvous.lost", f"{lost.what} Waiting for it to come back.", level="warning"
         )
         self._owner.release()
         self._lead.forget()
-        self._meeting.close()
-        self._same_nodes, deadline = False, time.monotonic() + self._meeting.patience
+        self._beginning.meeting.close()
+        self._beginning.same_nodes, deadline = (
+            False,
+            time.monotonic() + self._beginning.meeting.patience,
+        )
         looking = found_again(self._launch.config)
         while True:
             if select.select([self._signals], [], [], MEET_SECONDS)[0]:
                 return self._interrupted()
             if looking.done() and looking.exception() is None:
-                self._meeting = looking.result()
+                self._beginning.meeting = looking.result()
                 return Decision("restart", 0, "the rendezvous is back")
             if time.monotonic() >= deadline:
                 raise lost
@@ -172,7 +149,7 @@ class Agent:
         self._failures = []
         try:
             with self._signals.interruptible():
-                prepared = self._prepare()
+                prepared = self._beginning.prepare()
         except Interrupted:
             return self._interrupted()
         except NotNeeded:
@@ -189,7 +166,7 @@ class Agent:
         return decision
 
     def _run_workers(self, round_: Round, plan: Plan) -> NodeEnd:
-        place, config = self._place(round_, plan), self._launch.config
+        place, config = self._beginning.place(round_, plan), self._launch.config
         self._began, self._failed = time.monotonic(), math.inf
         group = self._start(round_, plan, place)
         torch_events.workers_started(config.event_log_handler, place, config.role, group.pids)
@@ -223,204 +200,20 @@ class Agent:
 
     def _learn_patience(self, end: NodeEnd) -> None:
         """How long a restart takes is known once it has led to a step."""
-        resume = self._learnt.resumed_at - self._workers_ended_at
-        self._lead.ended(took=self._learnt.resumed_at - self._began)
+        resume = self._beginning.learnt.resumed_at - self._workers_ended_at
+        self._lead.ended(took=self._beginning.learnt.resumed_at - self._began)
         self._hangs = self._hangs.after(
             hung=bool(end.hang), step=end.finished, resume=resume if math.isfinite(resume) else 0.0
         )
         self._workers_ended_at = time.monotonic()
 
-    def _prepare(self) -> tuple[Round, Plan] | Decision:
-        """Everything up to the start of the workers: ask the history, meet, claim (S6), begin at
-        the keeper. A decision where there is nothing to start now."""
-        attempt = 0
-        if self._meeting.alone:  # before a keeper is started for nothing
-            names = Plan(nodes=(self._entry(),)).names()
-            ready = self._lead.ready(names, patience=0.0, spares=0)
-            if ready.action == "stop" or ready.delay > 0:
-                return ready
-            attempt = self._claim_alone()
-        self._record.attempt = attempt or self._record.attempt
-        if not self._keeper.attached:
-            self._keeper.launch()
-        round_ = self._meet()
-        plan = self._leads(round_, attempt) if round_.leads else self._follow(round_)
-        if plan.exit_code is not None:
-            return Decision("stop", plan.exit_code, plan.reason)
-        if round_.node in plan.leave:
-            return Decision("stop", exits.LEFT_OUT, plan.reason)
-        if plan.wait is not None:
-            self._same_nodes = not plan.leave
-            return Decision("restart", 0, plan.reason, delay=plan.wait)
-        return round_, plan
-
-    def _claim_alone(self) -> int:
-        """S6: the owner may go on from memory while the store is away. Several nodes wait for it:
-        whether each still holds its part only their keepers know."""
-        return self._lead.claim(patience=0.0, promise=self._reached and self._keeper.holds_memory)
-
-    def _meet(self) -> Round:
-        if self._same_nodes:
-            self._same_nodes = False
-            round_ = self._meeting.again()
-            try:
-                self._enter(round_, AGAIN_SECONDS)
-            except StoreSilent:
-                raise
-            except AgentError:
-                # An agent has died since the verdict: torch's rendezvous waits for another.
-                return self._meet()
-            return round_
-        round_ = self._meeting.next()
-        self._enter(round_, GATHER_SECONDS)
-        return round_
-
-    def _enter(self, round_: Round, timeout: float) -> None:
-        round_.enter(self._entry(), keep_ranks=self._meeting.static, timeout=timeout)
-
-    def _entry(self) -> NodeEntry:
-        config, settings, host = self._launch.config, self._launch.settings, socket.gethostname()
-        return NodeEntry(
-            config.role, config.nproc_per_node, host, self._index,
-            name=settings.node_name, pod=settings.node_pod, address=_address(host),
-        )  # fmt: skip
-
-    def _leads(self, round_: Round, attempt: int) -> Plan:
-        try:
-            plan = self._waits(round_) if not attempt else None
-            if plan is None:
-                self._meeting.refresh_port(round_)
-                plan, port = self._begin_at(round_, attempt)
-                plan = msgspec.structs.replace(plan, coordinator=(round_.master_addr, port))
-        except EverstepError as error:
-            round_.publish(Plan(exit_code=exit_code_of(error), reason=str(error)))
-            raise
-        round_.publish(plan)
-        return plan
-
-    def _waits(self, round_: Round) -> Plan | None:
-        """The plan of a round that starts no workers: the job is stopped, has to wait, or has a
-        node in it that it is to do without. None where they may start."""
-        names = Plan(nodes=round_.entries).names()
-        spares = self._meeting.spares()
-        ready = self._lead.ready(names, patience=self._patience, spares=spares)
-        if ready.action == "stop":
-            return Plan(exit_code=ready.exit_code, reason=ready.reason)
-        assert ready.record is not None, "what is begun was decided"
-        out = self._lead.left_out(names, ready.record, spares)
-        if ready.delay > 0 or out:
-            return Plan(wait=ready.delay, reason=ready.reason, leave=out)
-        return None
-
-    def _begin_at(self, round_: Round, attempt: int) -> tuple[Plan, int]:
-        """The plan of ``attempt``, or of the next one that can be had, begun at this node's
-        keeper; and the keeper's port."""
-        while True:
-            plan = Plan(
-                nodes=round_.entries,
-                attempt=attempt or self._lead.claim(patience=self._patience),
-                claimant=self._owner.id,
-                restarts=self._restarts,
-                expected=self._expected,
-                master_addr=round_.master_addr,
-                master_port=round_.master_port,
-                token=secrets.token_hex(16) if round_.nodes > 1 else "",
-                asked=self._lead.asked(),
-            )
-            try:
-                return plan, self._begin(round_, plan)
-            except AttemptLived:
-                # The state is there, under this number: the next one goes on from it.
-                attempt = 0
-                self._keeper.part()
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for which another owner is waited for: the leader of the attempt before, where
-        there was one and it is not this agent."""
-        return STALE_SECONDS + LEADER_SECONDS if self._took_part else 0.0
-
-    def _follow(self, round_: Round) -> Plan:
-        self._owner.release()  # where the node that leads has changed
-        self._lead.forget()
-        plan = round_.plan()
-        if plan.exit_code is None and plan.wait is None:
-            # Known to every node, should the lead move to it.
-            self._restarts = plan.restarts
-            self._begin(round_, plan)
-        return plan
-
-    def _begin(self, round_: Round, plan: Plan) -> int:
-        """Begin the attempt at this node's keeper; the port on which it hears other keepers."""
-        self._record.attempt = plan.attempt
-        self._record.at_node(round_.node)
-        self._learnt = Learnt(self._record, self._lead)
-        self._took_part = True
-        begin = self._begin_message(round_, plan)
-        try:
-            self._attach()
-            port = self._keeper.begin(begin).port
-        except KeeperError as lost:
-            if not lost.retryable:
-                raise
-            self._tending.lost(lost)
-            self._recover(lost)
-            port = self._keeper.begin(begin).port
-        self._record.say(
-            "attempt.started",
-            f"attempt {plan.attempt}: {counted(len(plan.nodes), 'node')}, "
-            f"{counted(sum(entry.workers for entry in plan.nodes), 'worker')}",
-            nodes=len(plan.nodes), restarts=plan.restarts, agent_pid=os.getpid(),
-        )  # fmt: skip
-        return port
-
-    def _recover(self, lost: KeeperError) -> None:
-        """Another keeper, tried for as long as one may take to come up."""
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while not self._tending.recover():
-            if time.monotonic() >= deadline:
-                raise lost
-            time.sleep(TRY_SECONDS)
-
-    def _attach(self) -> None:
-        if self._keeper.attached:
-            return
-        adopted = self._keeper.attach()
-        what = "adopted" if adopted else "started"
-        self._record.say(
-            "keeper.started", f"keeper {what} (pid {self._keeper.pid}), log {self._keeper.log}",
-            pid=self._keeper.pid, adopted=adopted,
-        )  # fmt: skip
-
-    def _begin_message(self, round_: Round, plan: Plan) -> BeginAttempt:
-        settings = self._launch.settings
-        return BeginAttempt(
-            launch=f"attempt-{plan.attempt}",
-            attempt=plan.attempt,
-            node=round_.node,
-            ranks_of_node=plan.ranks_of_node(),
-            resume=settings.resume,
-            expected=plan.expected,
-            coordinator=plan.coordinator if round_.node > 0 else None,
-            token=plan.token,
-            policy=Policy(settings.snapshot_every, settings.checkpoint_every),
-            keep_last=settings.keep_last,
-            detection_delay=settings.detection_delay,
-            agent=plan.claimant,
-            claimed=self._owner.claimed,
-            environment=_environment(),
-            recover=plan.asked.recover,
-            skip=plan.asked.skip,
-            replay_until=plan.asked.replay_until,
-            hold=plan.asked.hold,
-        )
-
     def _start(self, round_: Round, plan: Plan, place: Place) -> Workers:
         points.reach("agent.workers.before_start")
         emptied(self._stacks)
+        told = self._beginning.worker_settings(round_, plan, self._stacks)
         group = workers.start(
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
-            place, self._worker_settings(round_, plan) | variables(self._stacks, os.environ),
+            place, told | variables(self._stacks, os.environ),
             self._output, plan.names()[round_.node],
         )  # fmt: skip
         nodes = dict(zip(plan.names(), plan.ranks_of_node(), strict=True))
@@ -435,8 +228,9 @@ class Agent:
 
     def _supervise(self, round_: Round, group: Workers) -> NodeEnd:
         supervision = Supervision(
-            round_=round_, meeting=self._meeting, workers=group, keeper=self._keeper,
-            tending=self._tending, learnt=self._learnt, signals=self._signals, record=self._record,
+            round_=round_, meeting=self._beginning.meeting, workers=group, keeper=self._keeper,
+            tending=self._tending, learnt=self._beginning.learnt, signals=self._signals,
+            record=self._record,
             grace=self._launch.settings.grace,
             shutdown=float(self._launch.config.shutdown_timeout or 0), owner=self._owner,
             listen_every=self._launch.config.monitor_interval,
@@ -473,14 +267,16 @@ class Agent:
                 if round_.leads:
                     decision = self._decide(round_, plan, agree.gather_ends(round_))
                     leave = self._parting(plan, decision)
-                    self._same_nodes = self._same_nodes and not leave
-                    agree.announce(round_, decision, same_nodes=self._same_nodes, leave=leave)
+                    self._beginning.same_nodes = self._beginning.same_nodes and not leave
+                    agree.announce(
+                        round_, decision, same_nodes=self._beginning.same_nodes, leave=leave
+                    )
                     if round_.node in leave:
                         decision = Decision("stop", exits.LEFT_OUT, decision.reason)
                 else:
                     self._follower = self._owing(round_, plan)
                     heard = agree.hear_verdict(round_, meanwhile=self._follower.look)
-                    decision, self._same_nodes = heard
+                    decision, self._beginning.same_nodes = heard
                 if decision.action == "stop" and decision.exit_code != exits.LEFT_OUT:
                     agree.part(round_)
                 return decision
@@ -494,21 +290,19 @@ class Agent:
 
     def _decide(self, round_: Round, plan: Plan, ends: dict[int, NodeEnd]) -> Decision:
         end = agree.combine(ends, len(plan.nodes))
-        self._same_nodes = not end.lost_nodes and not end.members_changed
-        self._reached = self._reached or end.reached >= 0  # a complete snapshot stays in memory
-        self._expected = self._expected or self._reached or end.restored >= 0
-        spares = self._meeting.spares()
+        self._beginning.learn(end)
+        spares = self._beginning.meeting.spares()
         case = Case(
             plan, ends, end, self._began, self._failed, spares,
             others=lambda: self._others(round_),
         )  # fmt: skip
         decision = self._lead.decide(case)
         if decision.action == "restart" and not end.members_changed:
-            self._restarts += 1
+            self._beginning.restarts += 1
         return decision
 
     def _owing(self, round_: Round, plan: Plan) -> Follower:
-        line = self._meeting.line
+        line = self._beginning.meeting.line
         assert line is not None, "several nodes always have a line"
 
         def say(seen: tuple[Signal, ...]) -> None:
@@ -522,7 +316,7 @@ class Agent:
 
     def _others(self, round_: Round) -> tuple[Signal, ...]:
         """What the other nodes have seen since they ended, as far as the store gives it."""
-        line = self._meeting.line
+        line = self._beginning.meeting.line
         if line is None or round_.nodes == 1:
             return ()
         try:
@@ -533,7 +327,7 @@ class Agent:
     def _parting(self, plan: Plan, decision: Decision) -> tuple[int, ...]:
         if decision.record is None or decision.action == "stop":
             return ()
-        return self._lead.left_out(plan.names(), decision.record, self._meeting.spares())
+        return self._lead.left_out(plan.names(), decision.record, self._beginning.meeting.spares())
 
     def _interrupted(self) -> Decision:
         number = next(iter(self._signals.take()), signal.SIGTERM)
@@ -560,8 +354,9 @@ class Agent:
             self._lead.give_up()
         self._keeper.leave()
         self._owner.release()
-        self._meeting.leave(
-            for_good=decision.exit_code not in (exits.PREEMPTED, exits.LEFT_OUT) and self._took_part
+        self._beginning.meeting.leave(
+            for_good=decision.exit_code not in (exits.PREEMPTED, exits.LEFT_OUT)
+            and self._beginning.took_part
         )
         return decision.exit_code
 
@@ -572,79 +367,15 @@ class Agent:
         self._lead.close()
         self._keeper.close()
         self._owner.close()
-        self._meeting.close()
+        self._beginning.meeting.close()
         self._number_lock.close()
 
     # -- what is handed on
 
     def _hear(self, message: Report | Fatal) -> None:
-        self._learnt.hear(message)
-
-    def _place(self, round_: Round, plan: Plan) -> Place:
-        role_ranks, role_size = plan.role_ranks(round_.node)
-        given = self._launch.max_restarts
-        return Place(
-            node=round_.node,
-            nodes=round_.nodes,
-            ranks=plan.ranks_of_node()[round_.node],
-            role_ranks=role_ranks,
-            world_size=sum(entry.workers for entry in plan.nodes),
-            role_world_size=role_size,
-            master_addr=plan.master_addr,
-            master_port=plan.master_port,
-            restarts=plan.restarts,
-            max_restarts=UNLIMITED if given is None else given,
-            run_id=self._meeting.run_id,
-            use_agent_store=self._meeting.use_agent_store,
-        )
-
-    def _worker_settings(self, round_: Round, plan: Plan) -> dict[str, str]:
-        own: dict[str, Any] = {
-            "keeper": self._keeper.name,
-            "attempt": plan.attempt,
-            "node": round_.node,
-            "nodes": round_.nodes,
-            "ranks": ",".join(f"{ranks[0]}-{ranks[-1]}" for ranks in plan.ranks_of_node()),
-            "agent_pid": os.getpid(),
-            "stacks": str(self._stacks),
-            "assumed": ",".join(sorted({"store", "job"} - self._launch.given)),
-        }
-        # Said even where they are the defaults: the agent's own environment may hold others.
-        always = {*own, *self._launch.given}
-        return to_environment(replace(self._launch.settings, **own), always)
-
-
-def exit_code_of(error: EverstepError) -> int:
-    """The exit code of a run that ``error`` prevents."""
-    if isinstance(error, JobOwned):
-        return exits.OWNED
-    if isinstance(error, NoRecoveryPoint):
-        return exits.NO_RECOVERY_POINT
-    if isinstance(error, RestoreError):
-        return exits.REFUSED
-    if error.blame == "user":
-        return exits.USAGE
-    return exits.NO_STORE if isinstance(error, StoreError) else exits.FAILED
+        self._beginning.learnt.hear(message)
 
 
 def _why(decision: Decision) -> str:
     """The reason without the failure, which was told before."""
     return decision.record.rung.why if decision.record is not None else decision.reason
-
-
-def _address(host: str) -> str:
-    """This host's address as its peers see it in messages, as far as the host itself knows."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return ""
-
-
-def _environment() -> dict[str, str]:
-    """What R4 warns about where it changed: recorded with the attempt's branch."""
-    return {
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "threads": str(torch.get_num_threads()),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-    }

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import BinaryIO
 
+from everstep.agent.ending import exit_code_of
 from everstep.agent.flags import Launch, parse
-from everstep.agent.loop import Agent, exit_code_of
+from everstep.agent.loop import Agent
 from everstep.agent.record import Recorder
 from everstep.agent.script import check_script
 from everstep.agent.signals import Signals
