@@ -5,14 +5,14 @@ Owns: the order of runs and what is compared. Called by: cli, tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from everstep.core.events import Event
 from everstep.drill import losses, namespaces, states
-from everstep.drill.examine import ScenarioReport, Told, examine, impossible
+from everstep.drill.examine import ScenarioReport, Told, examine, impossible, incidents
 from everstep.drill.scenarios import Drawn, Scenario, draw
 from everstep.drill.trial import Done, Place, Tell, Trial
 from everstep.errors import DrillError
@@ -80,7 +80,7 @@ def run_one(
     scenario: Scenario, place: Place, reference: Undisturbed, *, seed: int, tell: Tell
 ) -> ScenarioReport:
     """One scenario's run and its report."""
-    drawn = draw(scenario, seed)
+    drawn = draw(scenario, seed, place.between)
     if reason := namespaces.missing(scenario.needs):
         return impossible(scenario, drawn, reason)
     trial = Trial(place, scenario, drawn, scenario.kind, tell)
@@ -88,9 +88,10 @@ def run_one(
         done = trial.run()
     except DrillError as error:
         done = trial.given_up(error.what)
+    records = _records(done)
     told = Told(
-        done.events, _records(done), done.codes, done.struck,
-        _differences(scenario, done, reference), done.problems,
+        done.events, records, done.codes, done.struck,
+        _differences(scenario, done, records, reference), done.problems,
     )  # fmt: skip
     return examine(scenario, drawn, told, seconds=done.seconds, journal=str(done.journal))
 
@@ -104,10 +105,15 @@ def _records(done: Done) -> tuple[Record, ...]:
     return unpack(open_store(done.store).job(done.job).history().entries).records
 
 
-def _differences(scenario: Scenario, done: Done, reference: Undisturbed) -> tuple[str, ...] | None:
-    """None where the run was not to reach its end."""
+def _differences(
+    scenario: Scenario, done: Done, records: Iterable[Record], reference: Undisturbed
+) -> tuple[str, ...] | None:
+    """None where the run was not to reach its end. What was logged of the step that failed, before
+    it did, is the fault itself (a loss that is NaN)."""
     if scenario.expect.then == "stops" or set(done.codes) != {0}:
         return None
-    logged = losses.compare(reference.figures, losses.figures(done.events))
+    failed = {(one.attempt, one.where) for one in incidents(records)}
+    kept = [event for event in done.events if (event.attempt, event.step) not in failed]
+    logged = losses.compare(reference.figures, losses.figures(kept))
     state = states.compare_states(reference.final, states.final_of(done.store, done.job))
     return logged.differences + state.differences

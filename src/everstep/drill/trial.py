@@ -40,14 +40,18 @@ Tell = Callable[[Event], None]
 @dataclass(frozen=True)
 class Place:
     """Where and how runs of a matrix are made. ``launcher`` and ``flags`` start ``everstep run``;
-    ``script`` is what is run. ``down`` is how long (seconds) the store is away, ``hang_floor`` as
-    the setting of that name. ``patience``: seconds that a run may take."""
+    ``script`` is what is run, up to ``steps``; a fault strikes at a step ``between`` two: behind
+    some checkpoints, and with steps to come. ``down`` is how long (seconds) the store is away,
+    ``hang_floor`` as the setting of that name. ``patience``: seconds that a run may take."""
 
     folder: Path
     environment: Mapping[str, str]
     launcher: tuple[str, ...] = (sys.executable, "-m", "everstep.cli", "run")
     flags: tuple[str, ...] = ()
     script: tuple[str, ...] = (str(Path(__file__).with_name("small.py")),)
+    steps: int = 150
+    between: tuple[int, int] = (45, 60)
+    checkpoint_every: str = "0.5s"
     down: float = 60.0
     hang_floor: float | None = None
     patience: float = 240.0
@@ -70,22 +74,25 @@ class Done:
 
 @dataclass
 class _Nodes:
-    """The agents of a run by node; ``ended`` are the exit codes of those that are over."""
+    """The agents of a run by node. Those that run, and the exit codes of those that are over."""
 
     jobs: list[Job]
+    running: set[int] = field(default_factory=set)
     ended: dict[int, int] = field(default_factory=dict)
 
     def start(self, node: int) -> None:
         self.ended.pop(node, None)
+        self.running.add(node)
         self.jobs[node].start()
 
     def poll(self) -> bool:
-        """Whether all are over."""
-        for node, job in enumerate(self.jobs):
-            code = job.poll()
+        """Whether none runs."""
+        for node in sorted(self.running):
+            code = self.jobs[node].poll()
             if code is not None:
+                self.running.discard(node)
                 self.ended[node] = code
-        return len(self.ended) == len(self.jobs)
+        return not self.running
 
 
 class Trial:
@@ -155,21 +162,20 @@ class Trial:
 
     def _setups(self, networks: namespaces.Networks | None) -> list[Setup]:
         nodes = 1 if self._scenario is None else self._scenario.nodes
-        steps = "150" if self._scenario is None else str(self._scenario.steps)
         flags = ["--nproc-per-node", str(2 // nodes), *self._place.flags]
         if nodes > 1:
             host = "127.0.0.1" if networks is None else networks.addresses[0]
             where = f"{host}:{_free_port()}"
             flags += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", where]
             flags += ["--local-addr", host] if networks is None else []
-        command = (*flags, *self._place.script, "--steps", steps)
+        command = (*flags, *self._place.script, "--steps", str(self._place.steps))
         found = []
         for node in range(nodes):
             prefix = self._prefix(node, networks)
             found.append(
                 Setup(
                     command, self._store, self._job, self.folder, self._environment(node, networks),
-                    "0.5s", (*prefix, *self._place.launcher),
+                    self._place.checkpoint_every, (*prefix, *self._place.launcher),
                 )
             )  # fmt: skip
         return found
