@@ -1,4 +1,4 @@
-"""Real jobs struck by each kind of fault, and judged by what they recorded themselves (F1 to F7)."""
+"""Real jobs struck by each kind of fault, judged by what they recorded themselves (F1 to F7)."""
 
 from __future__ import annotations
 
