@@ -26,6 +26,8 @@ Then = Literal["resumes", "stops", "goes on"]
 Needs = Literal["", "mounts", "networks"]
 """Namespaces that a kind must be allowed to make."""
 
+SNAPSHOT_EVERY = 5
+"""Steps between snapshots in a run of the matrix."""
 HANG_FLOOR = 10.0
 HANG_SECONDS = 20.0
 
@@ -55,7 +57,7 @@ class Expectation(msgspec.Struct, frozen=True):
 
 class Scenario(msgspec.Struct, frozen=True):
     """One kind of fault. ``point`` and ``action`` are those of :mod:`everstep.core.points`, for one
-    rank or for ``every`` one, at a step (``at_step``: else after some passes), ``once`` in the run
+    rank or for ``every`` one, at a step (``at_step``, else in the snapshot before), ``once`` in the run
     or in each attempt. ``outside`` is what the drill does instead. ``settings`` are more
     variables of ``everstep run``."""
 
@@ -212,7 +214,8 @@ def armed(scenario: Scenario, drawn: Drawn, folder: Path) -> list[Fault]:
         Fault(
             scenario.point,
             scenario.action,
-            after=0 if outside or scenario.at_step else 3,
+            # Of points that know no step the passes are counted: one in each snapshot.
+            after=0 if outside or scenario.at_step else drawn.step // SNAPSHOT_EVERY - 1,
             rank=drawn.rank if rank is None and not (outside or scenario.every) else rank,
             step=drawn.step if scenario.at_step and not outside else None,
             once=str(folder / f"once-{rank}") if scenario.once and not outside else None,

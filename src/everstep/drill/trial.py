@@ -23,7 +23,7 @@ from everstep.drill import kinds, namespaces, processes
 from everstep.drill.job import Job, Setup
 from everstep.drill.journal import Journal
 from everstep.drill.progress import Progress
-from everstep.drill.scenarios import Drawn, Scenario, armed, told
+from everstep.drill.scenarios import SNAPSHOT_EVERY, Drawn, Scenario, armed, told
 from everstep.drill.storefault import StoreFault, faulty_url
 from everstep.errors import DrillError
 
@@ -190,7 +190,7 @@ class Trial:
         kernel = self.folder / "kernel.log"
         kernel.touch()
         own = {
-            settings.variable("snapshot_every"): "5",
+            settings.variable("snapshot_every"): str(SNAPSHOT_EVERY),
             settings.variable("kernel_log"): str(kernel),
             settings.variable("node_name"): f"node-{node}",
             "OMP_NUM_THREADS": "1",
