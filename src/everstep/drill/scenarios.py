@@ -57,9 +57,9 @@ class Expectation(msgspec.Struct, frozen=True):
 
 class Scenario(msgspec.Struct, frozen=True):
     """One kind of fault. ``point`` and ``action`` are those of :mod:`everstep.core.points`, for one
-    rank or for ``every`` one, at a step (``at_step``, else in the snapshot before), ``once`` in the run
-    or in each attempt. ``outside`` is what the drill does instead. ``settings`` are more
-    variables of ``everstep run``."""
+    rank or for ``every`` one, at a step (``at_step``, else in the snapshot before it), once in the
+    run (``once``) or in each attempt. ``outside`` is what the drill does instead. ``settings`` are
+    more variables of ``everstep run``."""
 
     kind: str
     about: str
