@@ -29,7 +29,6 @@ def _place(folder: Path) -> Place:
         folder,
         dict(os.environ),
         launcher=(sys.executable, str(_FORKING), "run"),
-        flags=("--run-path", "--start-method", "fork"),
         steps=70,
         between=(35, 45),
         checkpoint_every="0.2s",

@@ -39,7 +39,8 @@ Tell = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how runs of a matrix are made. ``launcher`` and ``flags`` start ``everstep run``;
+    """Where and how runs of a matrix are made. ``launcher`` and ``flags`` start ``everstep run``,
+    by default with workers that have torch from their agent, so that no start imports it anew;
     ``script`` is what is run, up to ``steps``; a fault strikes at a step ``between`` two: behind
     some checkpoints, and with steps to come. ``down`` is how long (seconds) the store is away,
     ``hang_floor`` as the setting of that name. ``patience``: seconds that a run may take."""
@@ -47,7 +48,7 @@ class Place:
     folder: Path
     environment: Mapping[str, str]
     launcher: tuple[str, ...] = (sys.executable, "-m", "everstep.cli", "run")
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ("--run-path", "--start-method", "fork")
     script: tuple[str, ...] = (str(Path(__file__).with_name("small.py")),)
     steps: int = 150
     between: tuple[int, int] = (45, 60)
