@@ -127,13 +127,12 @@ def _wrong_incidents(
     scenario: Scenario, drawn: Drawn, seen: Sequence[IncidentRecord]
 ) -> Iterator[str]:
     expect = scenario.expect
-    if expect.faults and not seen:
+    if not seen:
         yield "the history has no incident"
     for one in seen:
         verdict, where = one.verdict, f"attempt {one.attempt}"
         if verdict.fault not in expect.faults:
-            right = " or ".join(expect.faults) or "no incident"
-            yield f"{where}: judged {verdict.fault}, not {right}"
+            yield f"{where}: judged {verdict.fault}, not {' or '.join(expect.faults)}"
         if verdict.action not in expect.actions:
             yield f"{where}: action {verdict.action}, not {' or '.join(expect.actions)}"
         if wrong := _wrong_root(scenario, drawn, verdict):
@@ -145,7 +144,7 @@ def _wrong_incidents(
 
 def _wrong_root(scenario: Scenario, drawn: Drawn, verdict: Verdict) -> str:
     root, named = scenario.expect.root, _named(verdict)
-    if root == "nobody" or (verdict.fault == UNKNOWN and scenario.nodes > 1):
+    if root == "nobody" or verdict.fault == UNKNOWN:
         # F1: where nothing is known nobody is punished.
         return f"blames {named}" if verdict.root_ranks or verdict.root_node else ""
     if root == "victim" and verdict.root_ranks != (drawn.rank,):

@@ -15,7 +15,7 @@ from everstep.drill import losses, namespaces, states
 from everstep.drill.examine import ScenarioReport, Told, examine, impossible, incidents
 from everstep.drill.scenarios import Drawn, Scenario, draw
 from everstep.drill.trial import Done, Place, Tell, Trial
-from everstep.errors import DrillError
+from everstep.errors import DrillError, EverstepError
 from everstep.faults.history import Record, unpack
 from everstep.store import open_store
 
@@ -88,11 +88,15 @@ def run_one(
         done = trial.run()
     except DrillError as error:
         done = trial.given_up(error.what)
-    records = _records(done)
-    told = Told(
-        done.events, records, done.codes, done.struck,
-        _differences(scenario, done, records, reference), done.problems,
-    )  # fmt: skip
+    try:
+        records = _records(done)
+        told = Told(
+            done.events, records, done.codes, done.struck,
+            _differences(scenario, done, records, reference), done.problems,
+        )  # fmt: skip
+    except EverstepError as error:
+        why = f"what the run has left cannot be read: {error}"
+        told = Told(done.events, (), done.codes, done.struck, None, (*done.problems, why))
     return examine(scenario, drawn, told, seconds=done.seconds, journal=str(done.journal))
 
 

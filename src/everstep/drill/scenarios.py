@@ -36,8 +36,8 @@ class Expectation(msgspec.Struct, frozen=True):
     """What the job's own records and events have to say.
 
     ``faults``: the classes that are right for each incident, more than one only for the reason in
-    ``why``; none: there may be no incident at all. ``actions``: what the verdict may ask for.
-    ``root``: whom it names: the rank (or the node) that was struck, or nobody. ``then``: how it
+    ``why``. ``actions``: what the verdict may ask for. ``root``: whom it names: the rank (or the
+    node) that was struck, or nobody; of an unknown cause nobody in any case (F1). ``then``: how it
     ends, with the exit code of the job. ``attempts``: how many there are at least and at most.
     ``identical``: bit for bit what an undisturbed run comes to (R4). ``rollback``: steps are given
     up back to the newest healthy checkpoint; else no committed step is lost. ``within``: seconds
@@ -91,8 +91,8 @@ _HANGS = Expectation(
     why="stacks show where the rank stands, or the flight recorder that it never joined",
 )  # fmt: skip
 _KILLED = Expectation(
-    ("GLOO_CONN_CLOSED", "SIGTERM_EXTERNAL"), ("restart_in_place",),
-    why="nothing says who sent a SIGKILL: what is known is the signal, and the peer that it took",
+    ("GLOO_CONN_CLOSED", "UNKNOWN_ROOT"), ("restart_in_place",),
+    why="nobody says who sent a SIGKILL: a peer's word of the lost connection is all there may be",
 )  # fmt: skip
 _LOST = Expectation(
     ("NODE_NOT_READY", "GLOO_CONN_CLOSED", "STORE_LOST", "UNKNOWN_ROOT"),
