@@ -34,6 +34,16 @@ JUMP_SEEN = 2.5
 """Seconds for the agent to see that its clock jumped: it looks every second."""
 CUT_SECONDS = 20.0
 
+_WARM = """
+import torch
+import torch.nn.parallel
+from everstep.cli import main
+torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+main(prog_name="everstep")
+"""
+"""``everstep run`` with all in memory that its forked workers need: torch imports its compiler with
+the first optimizer that is made."""
+
 Tell = Callable[[Event], None]
 
 
@@ -47,7 +57,7 @@ class Place:
 
     folder: Path
     environment: Mapping[str, str]
-    launcher: tuple[str, ...] = (sys.executable, "-m", "everstep.cli", "run")
+    launcher: tuple[str, ...] = (sys.executable, "-c", _WARM, "run")
     flags: tuple[str, ...] = ("--run-path", "--start-method", "fork")
     script: tuple[str, ...] = (str(Path(__file__).with_name("small.py")),)
     steps: int = 150
