@@ -173,20 +173,17 @@ class Trial:
 
     def _setups(self, networks: namespaces.Networks | None) -> list[Setup]:
         nodes = 1 if self._scenario is None else self._scenario.nodes
-        flags = ["--nproc-per-node", str(2 // nodes), *self._place.flags]
-        if nodes > 1:
-            host = "127.0.0.1" if networks is None else networks.addresses[0]
-            where = f"{host}:{_free_port()}"
-            flags += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", where]
-            flags += ["--local-addr", host] if networks is None else []
-        command = (*flags, *self._place.script, "--steps", str(self._place.steps))
+        script = (*self._place.script, "--steps", str(self._place.steps))
+        flags = ("--nproc-per-node", str(2 // nodes), *self._place.flags)
+        where = f"{networks.addresses[0] if networks else '127.0.0.1'}:{_free_port()}"
         found = []
         for node in range(nodes):
-            prefix = self._prefix(node, networks)
+            met = _meeting(where, node, networks) if nodes > 1 else ()
+            launcher = (*self._prefix(node, networks), *self._place.launcher)
             found.append(
                 Setup(
-                    command, self._store, self._job, self.folder, self._environment(node, networks),
-                    self._place.checkpoint_every, (*prefix, *self._place.launcher),
+                    (*flags, *met, *script), self._store, self._job, self.folder,
+                    self._environment(node, networks), self._place.checkpoint_every, launcher,
                 )
             )  # fmt: skip
         return found
@@ -335,6 +332,16 @@ class Trial:
                 job=self._job, attempt=self._progress.attempt, step=self._progress.step,
             )
         )  # fmt: skip
+
+
+def _meeting(where: str, node: int, networks: namespaces.Networks | None) -> tuple[str, ...]:
+    """The flags by which two nodes find each other. In networks of their own, whose addresses no
+    name stands for, each is told which is its own."""
+    flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", where)
+    if networks is None:
+        return (*flags, "--local-addr", "127.0.0.1")
+    host = ("--rdzv-conf", f"is_host={1 - node}")
+    return (*flags, *host, "--local-addr", networks.addresses[node])
 
 
 def _cleaned(environment: Mapping[str, str]) -> dict[str, str]:
