@@ -184,6 +184,7 @@ class Trial:
                 Setup(
                     (*flags, *met, *script), self._store, self._job, self.folder,
                     self._environment(node, networks), self._place.checkpoint_every, launcher,
+                    self.folder / f"host-{node}" if networks else None,
                 )
             )  # fmt: skip
         return found
