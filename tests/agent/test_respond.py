@@ -10,13 +10,12 @@ import pytest
 
 from everstep.agent.agree import combine
 from everstep.agent.incident import Case
-from everstep.agent.proof import Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import NodeEnd, NodeEntry, Plan
 from everstep.agent.respond import Responder
 from everstep.core import exits
 from everstep.faults.catalog import load
-from everstep.faults.history import AttemptFacts, DecisionRecord, IncidentRecord, Record, Stamp
+from everstep.faults.history import DecisionRecord, IncidentRecord, Record, Stamp
 from everstep.faults.records import Signal
 from everstep.faults.situation import Policy
 
@@ -143,25 +142,3 @@ def test_an_end_that_is_no_failure_is_recorded_as_such(end: str) -> None:
     again = told.begin(("a", "b"), None)
     assert again.action == "restart"
     assert not written.of(IncidentRecord)
-
-
-def test_what_an_agent_left_behind_is_proved_by_the_next_one_and_once() -> None:
-    """F7: also where the agent itself was what failed."""
-    written, proofs = Written(highest_claim=0), Proofs()
-    responder(written).begin(("a",), None)
-    written.highest_claim = 1
-    facts = AttemptFacts(restored=0, reached=10, committed=10)
-    for _ in range(2):  # a decision that was made is the same when it is asked for again
-        ready = responder(written).begin(("a",), facts)
-        assert ready.action == "restart"
-        assert ready.incident is not None
-        assert ready.incident.cause == "agent_lost"
-        proofs.begin(ready.incident, since=5.0, failed=5.0, ended=5.0, decided=5.0)
-    proofs.restored(10, "store", 6.0)
-    (result,) = proofs.committed(11, 7.0, written.stamp())
-    assert (result.incident, result.success, result.tier) == (ready.incident.id, True, "store")
-
-
-def test_a_first_start_has_nothing_to_prove() -> None:
-    ready = responder(Written(highest_claim=0)).begin(("a",), None)
-    assert (ready.action, ready.incident) == ("restart", None)

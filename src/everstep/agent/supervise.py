@@ -41,7 +41,7 @@ STEP_SECONDS = 0.05
 TOLD_SECONDS = 1.0
 """After a hang was found, for the other nodes to hear of it and to look at their own workers."""
 STILL_SECONDS = 1.0
-"""Between two looks whether a step was finished, while an answer of the other nodes is waited for."""
+"""Between two looks whether a step was finished, while an answer of other nodes is waited for."""
 PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
 
