@@ -13,7 +13,7 @@ from everstep.cli.matrix import render
 from everstep.cli.report import reporter
 from everstep.core.events import Event
 from everstep.drill.examine import ScenarioReport
-from everstep.drill.matrix import MatrixResult
+from everstep.drill.matrix import conclude
 
 SEGV = ScenarioReport(
     "segv", "", 1, 48, ok=True, fault="NATIVE_CRASH", action="restart_in_place", root="rank 1",
@@ -30,7 +30,7 @@ NOT_HERE = ScenarioReport("partition", "", 1, 50, impossible="`unshare` is not i
 
 def _shown(*reports: ScenarioReport) -> list[str]:
     console = Console(file=io.StringIO(), width=200)
-    render(MatrixResult(7, sum(report.seconds for report in reports), reports), console)
+    render(conclude(7, reports), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return [" ".join(line.split()) for line in text.splitlines()]
 
@@ -50,8 +50,8 @@ def test_the_table_names_each_fault_and_what_was_wrong() -> None:
 
 
 def test_what_the_machine_does_not_allow_is_neither_right_nor_wrong() -> None:
-    assert MatrixResult(1, 0.0, (SEGV, NOT_HERE)).ok
-    assert not MatrixResult(1, 0.0, (SEGV, WRONG)).ok
+    assert conclude(1, (SEGV, NOT_HERE)).ok
+    assert not conclude(1, (SEGV, WRONG)).ok
     lines = _shown(SEGV, NOT_HERE)
     assert "1 of 1 judged right in 0 min 12 s; seed 7" in lines
     assert lines[-1] == "ok"

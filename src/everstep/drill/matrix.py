@@ -23,16 +23,14 @@ FORMAT = "everstep.drill.matrix/1"
 
 
 class MatrixResult(msgspec.Struct, frozen=True):
-    """The whole matrix. ``ok``: every kind that this machine allows was judged right."""
+    """The whole matrix. ``ok``: every kind that this machine allows was judged right. ``seconds``
+    are those of all runs but the undisturbed one."""
 
+    ok: bool
     seed: int
     seconds: float
     reports: tuple[ScenarioReport, ...]
     format: str = FORMAT
-
-    @property
-    def ok(self) -> bool:
-        return all(report.ok for report in self.reports if not report.impossible)
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,14 @@ def run_matrix(
         report = run_one(scenario, place, reference, seed=seed, tell=tell)
         show(report)
         reports.append(report)
+    return conclude(seed, reports)
+
+
+def conclude(seed: int, reports: Sequence[ScenarioReport]) -> MatrixResult:
+    """What the reports come to."""
+    good = all(report.ok for report in reports if not report.impossible)
     seconds = sum(report.seconds for report in reports)
-    return MatrixResult(seed, round(seconds, 1), tuple(reports))
+    return MatrixResult(good, seed, round(seconds, 1), tuple(reports))
 
 
 def undisturbed(place: Place, tell: Tell) -> Undisturbed:
