@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from forked import Agent, Start, alive, rendezvous, wait_for
 
@@ -181,7 +182,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     leader = start(*flags[0], script=script)
     leader.until(lambda: _hosts_store(leader, flags[0]))
     with monkeypatch.context() as patched:
-        patched.setattr(points, "_reach", _die_before_workers)
+        patched.setattr(points, "_plan", _DIES_BEFORE_WORKERS)
         dead = start(*flags[1], script=script)
     assert dead.wait() == -signal.SIGKILL
     leader.until(lambda: leader.events("workers.killed"))
@@ -190,9 +191,9 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     assert [leader.wait(), other.wait()] == [0, 0], leader.said() + other.said()
 
 
-def _die_before_workers(point: str) -> None:
-    if point == "agent.workers.before_start":
-        os.kill(os.getpid(), signal.SIGKILL)
+_DIES_BEFORE_WORKERS = points._load(
+    msgspec.json.encode([points.Fault("agent.workers.before_start", "kill")]).decode()
+)
 
 
 def test_a_node_that_never_comes_is_a_clear_error(start: Start) -> None:

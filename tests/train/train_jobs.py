@@ -183,7 +183,7 @@ def _main(
     os.chdir(folder.parent)
     os.environ.clear()
     os.environ.update(environment)
-    points._reach = points._load(environment.get(points.VARIABLE))
+    points._plan = points._load(environment.get(points.VARIABLE))
     sys.argv = ["train.py"]
     said = os.open(folder / "said", os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 1)

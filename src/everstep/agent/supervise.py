@@ -40,6 +40,8 @@ STEP_SECONDS = 0.05
 """Between two looks for the first new step after a restart."""
 TOLD_SECONDS = 1.0
 """After a hang was found, for the other nodes to hear of it and to look at their own workers."""
+STILL_SECONDS = 1.0
+"""Between two looks whether a step was finished, while an answer of other nodes is waited for."""
 PARTING_SECONDS = 10.0
 """After the job finished or a worker was told to end it: for the others to end by themselves."""
 
@@ -221,7 +223,7 @@ class Supervision:
         now = time.monotonic()
         next_look = self._next_look
         if self._looking is not None:
-            next_look = max(self._asked_at + SILENT_SECONDS, now + self._listen_every)
+            next_look = now + max(STILL_SECONDS, self._listen_every)
         due = min(self._kill_at, next_look, self._tending.due, self._provisional.due)
         due = min(due, self._hang.due)
         if self._workers.must_be_polled:
@@ -327,6 +329,7 @@ class Supervision:
             self._next_look = math.inf
             return
         line.heard()
+        self._observe_steps(now)
         if self._looking is not None and self._looking.done():
             looking, self._looking = self._looking, None
             try:
@@ -375,11 +378,15 @@ class Supervision:
             self._tell_nodes()
             self._kill_by(now, "a node waits to join")
 
-    def _stands_still(self, now: float) -> bool:
-        """Whether no step was finished here for as long: an agent that hangs alone harms nobody."""
+    def _observe_steps(self, now: float) -> None:
+        """When a step was finished last is known to a look, not to the moment that asks for it:
+        then it would count from there."""
         step = min(self._steps().values(), default=-1)
         if step != self._step:
             self._step, self._moved_at = step, now
+
+    def _stands_still(self, now: float) -> bool:
+        """Whether no step was finished here for as long: an agent that hangs alone harms nobody."""
         return now - self._moved_at >= SILENT_SECONDS
 
     # -- what is done

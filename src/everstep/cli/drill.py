@@ -14,12 +14,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from everstep.cli import matrix
 from everstep.cli.report import json_option, mark, reported, reporter, size, table
 from everstep.core.events import Event, counted
-from everstep.drill import plan
+from everstep.drill import plan, scenarios
 from everstep.drill.drill import Options, drill
 from everstep.drill.judge import FaultReport
 from everstep.drill.result import EXIT, DrillResult, Reference
+from everstep.errors import UsageError
 
 _HEARD = ("drill", "agent", "keeper")
 
@@ -83,6 +85,18 @@ _HEARD = ("drill", "agent", "keeper")
     metavar="FOLDER",
     help="Keep journals, logs and stores there (default: only if the drill fails).",
 )
+@click.option(
+    "--matrix",
+    "all_kinds",
+    is_flag=True,
+    help="Every kind of fault, each in a run of its own with a script of the drill's, judged by "
+    "the job's own history: class, action, root, steps lost, bit-identity.",
+)
+@click.option(
+    "--only",
+    metavar="KIND,...",
+    help=f"With --matrix: only these, of {', '.join(scenarios.KINDS)}.",
+)
 @click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="As for `everstep run`.")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[RUN FLAGS] SCRIPT [ARGS]...")
@@ -99,18 +113,32 @@ def command(
     checkpoint_every: str,
     patience: float,
     keep: Path | None,
+    all_kinds: bool,
+    only: str | None,
     nproc_per_node: str | None,
     as_json: bool,
     command: tuple[str, ...],
 ) -> int:
     """Run SCRIPT under `everstep run`, inject faults, and judge each recovery.
 
-    The drill's own options come first, then flags of `everstep run`, then the script.
+    The drill's own options come first, then flags of `everstep run`, then the script. --matrix
+    takes neither: it runs a small script of its own on 2 ranks.
 
-    Exit code 0: every fault was overcome (and with --reference nothing differs); 1: not so; 2: bad
-    arguments; 3: two undisturbed runs differ, so the script cannot be compared.
+    Exit code 0: every fault was overcome (and with --reference nothing differs; with --matrix all
+    that this machine allows was judged right); 1: not so; 2: bad arguments; 3: two undisturbed runs
+    differ, so the script cannot be compared.
     """
     talk = reporter(as_json=as_json)
+    if only is not None and not all_kinds:
+        raise UsageError("--only chooses of the kinds of --matrix.", hint="Say --matrix as well.")
+    if all_kinds:
+        if command or single or several:
+            raise UsageError(
+                "--matrix has its own script and faults.",
+                hint="Say --only KIND,... to choose some.",
+            )
+        signal.signal(signal.SIGTERM, _leave)
+        return matrix.run(talk, _folder(keep), only, seed, kept=keep is not None)
     flags = () if nproc_per_node is None else ("--nproc-per-node", nproc_per_node)
     folder = _folder(keep)
     options = Options(

@@ -55,10 +55,12 @@ class TextReporter:
 
     def event(self, event: Event) -> None:
         if event.level != "debug":
-            self._err.print(event_line(event, self._start), style=_STYLE.get(event.level))
+            # Words of programs, paths of libraries among them: nothing in it is markup.
+            line = event_line(event, self._start)
+            self._err.print(line, style=_STYLE.get(event.level), markup=False)
 
     def say(self, text: str) -> None:
-        self._err.print(text)
+        self._err.print(text, markup=False)
 
     def result(self, document: msgspec.Struct, render: Render) -> None:
         del document

@@ -1,12 +1,15 @@
 """Time as an argument.
 
-Owns: the protocol that decisions take instead of calling ``time``. Called by: every room.
+Owns: the protocol that decisions take instead of calling ``time``. Called by: every room. A wall
+clock that is wrong is injected here (``core.clock.wall``): a test never sets the machine's.
 """
 
 from __future__ import annotations
 
 import time
 from typing import Protocol
+
+from everstep.core import points
 
 
 class Clock(Protocol):
@@ -21,7 +24,7 @@ class SystemClock:
     """The machine's clocks."""
 
     def wall(self) -> float:
-        return time.time()
+        return time.time() + points.shift("core.clock.wall")
 
     def mono(self) -> float:
         return time.monotonic()

@@ -36,7 +36,8 @@ LINGER_SECONDS = 15.0
 class Setup:
     """What is run and where. ``command`` is what follows ``everstep run``: flags, script,
     arguments. ``folder`` exists and holds journal and log; ``environment`` is the parent's.
-    ``launcher`` is ``everstep run`` itself."""
+    ``launcher`` is ``everstep run`` itself; ``state`` where its keeper's files go, by default
+    ``folder``: two nodes that stand for two hosts share none."""
 
     command: tuple[str, ...]
     store: str
@@ -45,6 +46,7 @@ class Setup:
     environment: Mapping[str, str]
     checkpoint_every: str = "1s"
     launcher: tuple[str, ...] = (sys.executable, "-m", "everstep.cli", "run")
+    state: Path | None = None
 
 
 class Job:
@@ -140,7 +142,7 @@ def _environment(setup: Setup, journal: Path, mark: str) -> dict[str, str]:
         settings.variable("store"): setup.store,
         settings.variable("job"): setup.job,
         settings.variable("events"): str(journal),
-        settings.variable("state_dir"): str(setup.folder),
+        settings.variable("state_dir"): str(setup.state or setup.folder),
         processes.VARIABLE: mark,
     }
 

@@ -7,6 +7,7 @@ existence turns it on. Called by: the drill's loop.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 import msgspec
@@ -37,8 +38,8 @@ class StoreFault:
     def active(self) -> bool:
         return self._on is not None
 
-    def begin(self, kind: Kind) -> None:
-        """From the next write on, the store fails."""
+    def begin(self, kind: Kind | Literal["store-down"]) -> None:
+        """From the next write on (``store-down``: the next call of any kind) the store fails."""
         self._on = _switch(self._folder, kind)
         self._on.touch()
 
@@ -56,8 +57,9 @@ def _faults(folder: Path) -> list[BackendFault]:
         BackendFault("full", call="create", times=0, during=full),
         BackendFault("full", call="put", times=0, during=full),
         BackendFault("tear", call="create", key="/packs/", times=0, during=torn),
+        BackendFault("fail", times=0, during=str(_switch(folder, "store-down"))),
     ]
 
 
-def _switch(folder: Path, kind: Kind) -> Path:
+def _switch(folder: Path, kind: str) -> Path:
     return folder / f"{kind}.on"

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from everstep.core import exits
+from everstep.core.points import reach
 from everstep.core.settings import Settings, misspelt
 from everstep.errors import EverstepError, NotDurable, UsageError
 from everstep.keeper.identity import started_at
@@ -38,6 +39,7 @@ from everstep.train.options import (
 from everstep.train.place import Place, read_place
 from everstep.train.restore import Restorer
 from everstep.train.session import Session
+from everstep.train.spoil import spoil_gradients
 from everstep.train.stacks import answer
 from everstep.train.voice import Voice, check_figures
 
@@ -154,6 +156,7 @@ class Run:
                 self._leave(stop.exit_code, str(stop))
             self._boundary.start(self.step, durable=self._restorer.durable)
             self._session.since.start()
+            spoil_gradients(self._session.attached, lambda: self.step + 1)
             self._finite.replay_until = self._connection.replay_until
             self._finite.start()
             self._restored = True
@@ -349,6 +352,7 @@ class Run:
         self._check_open()
         self._pass_boundary()
         asked, self._asked_for = self._asked_for, None
+        reach("train.step.before_boundary", self.step)
         try:
             with self._fatal_errors():
                 self._boundary.pass_step(self.step)
@@ -359,6 +363,7 @@ class Run:
             self._leave(stop.exit_code, str(stop))
 
     def _next(self) -> Any:
+        reach("train.data.before_batch", self.step + 1)
         if self._feed is None:
             return self.step
         if self._batches is None:
