@@ -16,9 +16,9 @@ from everstep.drill.trial import Place
 
 _FORKING = Path(__file__).parents[1] / "recovery" / "forking_agent.py"
 SEED = 1
-IN_TEST = ("exception", "segv", "oom", "hang-collective", "nan-once", "node-lost")
-"""Cheap ones that differ: stopped after one confirming retry, a crash, the kernel's word, a hang, a
-rollback, a lost node. ``make soak`` has all."""
+IN_TEST = ("exception", "exit-1", "segv", "oom", "hang-collective", "nan-once")
+"""Cheap ones that differ: stopped after one confirming retry, all ranks at once, a crash, the
+kernel's word, a hang, a rollback. ``make soak`` has all."""
 
 Strike = Callable[[str], ScenarioReport]
 
@@ -27,7 +27,7 @@ def _place(folder: Path) -> Place:
     """Short runs whose workers have torch from their agent."""
     return Place(
         folder,
-        dict(os.environ),
+        {**os.environ, "EVERSTEP_VERDICT_DEADLINE": "0.3"},  # nothing comes late here
         launcher=(sys.executable, str(_FORKING), "run"),
         steps=70,
         between=(35, 45),

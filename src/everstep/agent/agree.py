@@ -47,14 +47,19 @@ def sign_of_life(round_: Round) -> Iterator[None]:
 
 
 def gather_ends(
-    round_: Round, *, clock: Clock = time.monotonic, beat: float = BEAT_SECONDS
+    round_: Round,
+    silence: Silence | None = None,
+    *,
+    clock: Clock = time.monotonic,
+    beat: float = BEAT_SECONDS,
 ) -> dict[int, NodeEnd]:
     """The leader: what the nodes said, once all have, or one failed and the rest had their time.
 
     A node whose agent has shown no life for ``SILENT_SECONDS`` has failed: it died without a word.
-    What its workers do is not bounded: an agent that lives is waited for.
+    What its workers do is not bounded: an agent that lives is waited for. ``silence`` is what was
+    seen of that while workers ran.
     """
-    silence, lost = Silence(round_, clock), set[int]()
+    silence, lost = silence or Silence(round_, clock), set[int]()
     while not _all_ended(round_) and not round_.failed():
         poll(lambda: _all_ended(round_) or round_.failed(), beat)
         lost = silence.nodes() - set(round_.ended())

@@ -66,6 +66,7 @@ class Agent:
         self._record = record
         self._began, self._failed = 0.0, math.inf
         self._follower: Follower | None = None
+        self._silence: agree.Silence | None = None
         self._hangs = Patience()
         self._workers_ended_at = math.inf
         self._failures: list[report.Failure] = []
@@ -237,6 +238,7 @@ class Agent:
             provisional=self._provisional(round_), hang=self._hang_watch(group),
         )  # fmt: skip
         end = supervision.run()
+        self._silence = supervision.silence
         self._failed = min(supervision.failed_at, time.monotonic())
         return end
 
@@ -265,7 +267,7 @@ class Agent:
             with self._signals.interruptible():
                 round_.say_ended(end)
                 if round_.leads:
-                    decision = self._decide(round_, plan, agree.gather_ends(round_))
+                    decision = self._decide(round_, plan, agree.gather_ends(round_, self._silence))
                     leave = self._parting(plan, decision)
                     self._beginning.same_nodes = self._beginning.same_nodes and not leave
                     agree.announce(

@@ -67,7 +67,9 @@ class Proofs:
         self, incident: IncidentRecord, *, since: float, failed: float, ended: float, decided: float
     ) -> None:
         """A restart was decided for ``incident``: it failed at ``since`` (as near as that is
-        known), was seen at ``failed``, all workers had ended at ``ended``."""
+        known), was seen at ``failed``, all workers had ended at ``ended``. Once for each."""
+        if any(trial.incident == incident.id for trial in self._trials):
+            return
         self._trials.append(
             _Trial(
                 incident.id, incident.attempt, incident.where, incident.facts.furthest,

@@ -191,6 +191,11 @@ class Supervision:
             )
         return self.end()
 
+    @property
+    def silence(self) -> Silence | None:
+        """The leader: how long the other agents have shown no life."""
+        return self._silence
+
     def end(self) -> NodeEnd:
         """What this node has to say of the attempt."""
         learnt = self._learnt
