@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 
 import pytest
@@ -12,6 +13,7 @@ from plain_logs import LOGS
 
 from everstep.faults.history import LastWord
 from everstep.faults.records import Evidence, Signal, Verdict
+from everstep.faults.lines import clean
 from everstep.faults.redact import GONE, redact, redacted
 
 LETTERS = string.ascii_letters + string.digits
@@ -68,6 +70,38 @@ HIDDEN = (
     ("hunter2", "tool --db-password {} -v"),
     (ANY, "env TOKEN={} train.py"),
     (ANY, "('secret_key', '{}')"),
+    ("hunter2", "PGPASSWORD={} psql"),
+    ("hunter2", "MYSQLPASSWD={}"),
+    ("hunter2", "export MYPWD={}"),
+    ("hunter2", "DB_PASSWORD_RO='{}'"),
+    ("s3cr3t", "DB_PASS={} host"),
+    ("wJalr/XUtn/FEMI", "s3://AKIAIOSFODNN7EXAMPLQ:{}@bucket/key"),
+    ("pa/ss", "git clone https://user:{}@host/x"),
+    ("pa/s@s", "git clone https://user:{}@host/x@1"),
+    (ANY[:32], "os.environ['WANDB_API_KEY']='{}'"),
+    (ANY[:32], "    os.environ[\"MODEL_SIGNING_KEY\"] = '{}'"),
+    ("hunter2", "os.environ['PGPASSWORD'] = '{}'"),
+    ("aB3dE6gH9j", "login(token={})"),
+    ("aB3dE6gH9j", "login(token='{}', add_to_git=True)"),
+    ("swordfish", "login(secret='{}')"),
+    ("aB3dE6gH9jK2", "token: {}"),
+    ("hunter2", "curl -u user:{} https://x"),
+    ("hunter2", "['curl', '--user', 'user:{}', 'https://x']"),
+    ("dXNlcjpwYXNzd29yZA==", "sent: Basic {}"),
+    ("dXNlcjpwYXNz", "('Authorization', 'Basic {}')"),
+    ("aB3dE6gH9j", '{{"api_key":"{}", "n": 1}}'),
+    ("aB3dE6gH9j", '"{{\\"api_key\\": \\"{}\\", \\"n\\": 1}}"'),
+    ("hunter2", "connect(password=b'{}', port=1)"),
+    ("it\\'s me", "connect(password='{}', port=1)"),
+    ("hunter2 and", 'cut off: password="{}'),
+    (ANY[:34], "a line\\nhf_{} as repr shows it"),
+    ("hunter2", "a line\\nPASSWORD={}\\nanother"),
+    (ANY[:34], "https://x/?next=%2Fa%3Dhf_{}"),
+    ("hunter2", "the password is: {}"),
+    (ANY[:34], "wandb: login key {}"),
+    ("hunter2", "mysql -h db -p{} runs"),
+    (ANY, "train.py --hub-token \\\n  {} --steps 5"),
+    (ANY, "['train.py', '--hub-token', '{}', '--steps', '5']"),
 )
 
 ORDINARY = (
@@ -107,6 +141,14 @@ ORDINARY = (
     "/etc/passwd: not readable; /run/secrets/db_password: not there",
     "PASS: tests/faults/test_redact.py::test_1234 SECRET: of the loop",
     "a=1;code=2;key=3;sig=15 state key: layers.0 primary key=id",
+    "PASSWORD_FILE=/run/secrets/pw password_min_length=8 passwords: 3 pwd=/data OLDPWD=~/x",
+    "pad_token='<|reserved_special_token_12|>' unk_token='[unused123]' sep_token: <unused99>",
+    "docker run -u 1000:1000 --user 1000:1000 python -u /opt/train.py:12",
+    "tcp://10.0.0.1:29500/x@1 http://node:8080/health?to=me@x http://[::1]:8080/a@b kafka://a:1,b:2/@",
+    "docker pull registry:5000/torch@sha256:0123 oci://nvcr.io/nvidia/pytorch:24.01@sha256:0123",
+    "Unexpected token: foo_bar12 at basic Checkpoint/Loader123 of secret: training",
+    "forward pass is done: step_pass=1200 BACKWARD_PASS=off pw=0.1",
+    "\x1b[31mERROR\x1b[0m loss=\x1b[1m2.31\x1b[0m token\x1b[0m id 12 \x00 [31mred",
     "a" * 64 + " " + "0123456789abcdef" * 4,
 )
 
@@ -185,8 +227,86 @@ def test_numbers_are_no_secrets(text: str) -> None:
     assert redact(text) == text
 
 
+CODES = (
+    "\x1b[31m", "\x1b[0m", "\x1b[1;38;5;200m", "\x1b[K", "\x1b]8;;x\x07", "\x1bM", "\x00", "\x08",
+    "\x7f", "\u200b", "\u202e", "\x9b31m", "[0m", "\\x1b[31m", "\\u001b[0m", "\\033[1m",
+)  # fmt: skip
+coloured = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(CODES)), min_size=1, max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["", "x", "using ", "a_"]), coloured,
+    st.sampled_from([f"hf_{ANY[:34]}", f"ghp_{ANY[:36]}", "AKIAIOSFODNN7EXAMPLQ", f"nvapi-{ANY}"]),
+)  # fmt: skip
+def test_no_colour_makes_a_token_visible(
+    before: str, codes: list[tuple[int, str]], token: str
+) -> None:
+    text = token
+    for place, code in sorted(codes, reverse=True):
+        text = text[:place] + code + text[place:]
+    found = redact(f"{before}{CODES[0]}{text} end")
+    assert token not in "".join(clean(found))
+    assert token not in "".join(clean(clean(found)[0])), "where it is cleaned again"
+    assert token[8:] not in found
+    assert GONE in found
+    assert redact(found) == found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(pieces, st.sampled_from(CODES)), max_size=14).map("".join))
+def test_coloured_text_is_redacted_once_for_all(text: str) -> None:
+    once = redact(text)
+    assert redact(once) == once
+
+
+@pytest.mark.parametrize("name", ["password", "WANDB_API_KEY", "secret"])
+def test_colours_between_a_name_and_its_value_hide_nothing(name: str) -> None:
+    assert redact(f"\x1b[32m{name}\x1b[0m=\x1b[1m{ANY}\x1b[0m\n") == (
+        f"\x1b[32m{name}\x1b[0m=\x1b[1m{GONE}\x1b[0m\n"
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("token", [f"hf_{ANY[:34]}", f"eyJ{ANY}.eyJ{ANY * 4}.{ANY}", f"sk-{ANY}"])
+def test_a_token_that_a_terminal_broke_is_found(width: int, token: str) -> None:
+    for before in range(width - 25, width):
+        whole = f"{'login with'.ljust(before - 1)} {token} failed\nTraceback (most recent call)"
+        first, rest = whole.split("\n")
+        broken = "\n".join(first[at : at + width] for at in range(0, len(first), width))
+        found = redact(f"{broken}\n{rest}").split("\n")
+        assert token[20:] not in "".join(found)
+        assert found[-1] == rest
+        assert GONE in "".join(found)
+        assert not any(part and part in "".join(found) for part in re.findall(r".{12}", token))
+
+
+def test_what_follows_a_full_line_stays() -> None:
+    text = f"{'x' * 43}{'hf_' + ANY[:34]:>37}\nTraceback (most recent call last):"
+    assert len(text.split("\n")[0]) == 80
+    assert redact(text) == f"{'x' * 43}{GONE}\nTraceback (most recent call last):" or (
+        redact(text).endswith("\nTraceback (most recent call last):")
+    )
+
+
 def test_a_hostile_text_takes_no_longer_than_it_is_long() -> None:
-    for piece in ("a@", "password=", "-----BEGIN PRIVATE KEY-----", "eyJ", "://:", "?sig=", '"'):
+    for piece in (
+        "a@",
+        "password=",
+        "-----BEGIN PRIVATE KEY-----",
+        "eyJ",
+        "://:",
+        "?sig=",
+        '"',
+        "://a:b/",
+        "\x1b[3",
+        "\x1b]",
+        "\x1b[1m",
+        "hf_\n",
+        "x" * 80 + "\n",
+        "pwd",
+        "\\",
+    ):
         text = piece * (200_000 // len(piece))
         assert redact(redact(text)) == redact(text)
 

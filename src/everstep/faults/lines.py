@@ -124,6 +124,11 @@ def clean(text: str) -> list[str]:
     ]
 
 
+def starts_anew(line: str) -> bool:
+    """Whether a line shows by its beginning that it goes on with nothing."""
+    return bool(_STARTS.match(line))
+
+
 def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) -> Iterator[Line]:
     """The lines of one signal; a rank that a line names goes before the signal's own."""
     raw = clean(signal.text)
