@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -29,7 +29,12 @@ def loaded() -> Future[Catalog]:
 
 @contextlib.contextmanager
 def started(
-    folder: Path, script: str, *flags: str, count: int = 1, **variables: str
+    folder: Path,
+    script: str,
+    *flags: str,
+    count: int = 1,
+    told: Callable[[str], object] = str,
+    **variables: str,
 ) -> Iterator[tuple[Workers, Output]]:
     """Ranks 10 and up run a script; whatever the test leaves of them is ended."""
     path = folder / "script.py"
@@ -47,7 +52,7 @@ def started(
         ends.enter_context(Signals(launch.config.signals_to_handle))
         if launch.temporary_logs:
             ends.callback(shutil.rmtree, launch.temporary_logs)
-        output = Output(loaded())
+        output = Output(loaded(), told)
         ends.callback(output.close, DEADLINE)
         group = workers.start(
             launch.config, launch.entrypoint, launch.arguments, place, variables, output, "here"

@@ -90,6 +90,18 @@ def test_the_next_agent_on_the_host_brings_what_a_dead_one_kept_aside(world: Wor
     dead.close()
 
 
+def test_a_folder_on_this_host_that_cannot_be_read_keeps_no_store_away(world: World) -> None:
+    chronicle = world.chronicle()
+    place = chronicle._folder()
+    place.touch()
+    kept = word(chronicle, "a")
+    chronicle.write([kept])
+    assert chronicle.read() == (kept,)
+    assert not chronicle.offline
+    assert world.stored() == (kept,)
+    chronicle.close()
+
+
 def test_a_store_that_hangs_delays_a_decision_for_a_limited_time(world: World) -> None:
     over = threading.Event()
 

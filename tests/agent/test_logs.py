@@ -21,8 +21,9 @@ import pytest
 from forked import Start, alive, wait_for
 from started import DEADLINE, loaded, started, stream, wait
 
-from everstep.agent.output import AHEAD
+from everstep.agent.output import AHEAD, Output
 from everstep.agent.report import block, failure, written
+from everstep.agent.watch.logs import Memory
 from everstep.core import exits
 from everstep.faults.judge import judge
 from everstep.faults.records import Incident, Signal
@@ -137,6 +138,74 @@ print("the end", file=sys.stderr)
             assert said(group.evidence(0.3)).endswith("the end\n")
             assert output.flush(10)
             assert output.lost == "Broken pipe"
+
+
+CLOSES = """
+import os
+os.write(1, b"before\\n")
+{closes}
+os.fork() or os._exit(0)
+os.wait()
+open("done", "w").close()
+os._exit(5)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), FORKED], ids=["program", "function"])
+@pytest.mark.parametrize("closes", ["os.close(1)", "os.closerange(0, 4096)"])
+def test_a_worker_may_close_its_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: str, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with piped(1) as reader, started(tmp_path, CLOSES.format(closes=closes), *flags) as (group, _):
+        wait(group)
+        assert [end.code for end in group.ended] == [5]
+        assert (tmp_path / "done").exists()
+        assert read_until(reader, b"before\n") == b"before\n"
+        assert "before" in said(group.evidence(0.3))
+
+
+def test_a_fault_of_the_memory_is_said_and_lets_all_bytes_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F5."""
+    told: list[str] = []
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no page")
+
+    monkeypatch.setattr(Memory, "_forget", fails)
+    script = "import os\nfor _ in range(300): os.write(1, b'y' * 9_999 + b'\\n')\nprint('end')"
+    with piped(1) as reader, started(tmp_path, script, told=told.append) as (group, _):
+        assert len(read_until(reader, b"end\n")) == 3_000_004
+        wait(group)
+        (blind,) = [one for one in group.evidence(0.3) if one.source == "agent"]
+        assert blind.text == "the output of rank 10 was not remembered: MemoryError: no page"
+    assert len(told) == 1
+    assert "not remembered any more: MemoryError: no page" in told[0]
+
+
+def test_a_fault_of_the_reading_is_said_and_reading_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    faults = [MemoryError("no page"), OSError(12, "Cannot allocate memory")]
+    real = Output._read
+
+    def fails(self: Output, ready: set[int]) -> int:
+        if ready and faults:
+            raise faults.pop()
+        return real(self, ready)
+
+    monkeypatch.setattr(Output, "_read", fails)
+    script = "import os\nos.write(1, b'y' * 5_000_000)\nprint('end')"
+    with piped(1) as reader, started(tmp_path, script, told=told.append) as (group, _):
+        assert len(read_until(reader, b"end\n")) == 5_000_004
+        wait(group)
+    assert [text.partition(". It is")[0] for text in told] == [
+        "what workers print cannot be read: OSError: [Errno 12] Cannot allocate memory",
+        "what workers print cannot be read: MemoryError: no page",
+    ]
 
 
 def test_a_stopped_console_stops_the_worker_and_not_the_agent(tmp_path: Path) -> None:

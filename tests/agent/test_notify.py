@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,17 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from forked import Start, wait_for
+from forked import Start, alive, wait_for
 
+from everstep.agent import notify
+from everstep.agent.record import Recorder
 from everstep.core import exits
+from everstep.faults.history import DecisionRecord, Rung, Stamp
 
 FAILS = "import everstep\neverstep.Options\nraise ValueError('the shapes differ')"
+
+
+HANGS = "sh -c 'sleep 1000 & echo $$ $! > pids; wait'"
 
 
 @pytest.fixture
@@ -52,6 +59,35 @@ def test_a_stop_is_told_to_a_command(start: Start, tmp_path: Path) -> None:
     agent = start("--max-restarts=0", "--notify", "tee told.json", script=FAILS)
     assert agent.wait() == exits.FAILED
     assert json.loads((tmp_path / "told.json").read_bytes())["action"] == "stop"
+
+
+def test_a_command_that_hangs_ends_with_the_agent(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it has started."""
+    monkeypatch.setattr(notify, "CLOSE_SECONDS", 3.0)  # the agent is forked from here
+    agent = start("--max-restarts=0", "--notify", HANGS, script=FAILS)
+    assert agent.wait() == exits.FAILED
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    wait_for(lambda: not any(alive(pid) for pid in pids))
+    assert "nobody could be told" in agent.said()
+
+
+def test_a_command_that_hangs_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.2)
+    said = io.StringIO()
+    monkeypatch.chdir(tmp_path)
+    notifier = notify.Notifier(HANGS, "job", "store", Recorder("job", stream=said))
+    decision = DecisionRecord("d", 1, Stamp("agent", 0.0, 0.0, "boot"), Rung("stop"), "why")
+    notifier.tell(decision, None)
+    wait_for(lambda: "has not ended within 0.2 s" in said.getvalue())
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    wait_for(lambda: not any(alive(pid) for pid in pids))
+    notifier.close()
 
 
 def test_a_receiver_that_fails_is_named_and_changes_nothing(start: Start) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plain_logs import LOGS
 
 from everstep.faults.history import LastWord
-from everstep.faults.records import Evidence, Signal, Verdict
 from everstep.faults.lines import clean
+from everstep.faults.records import Evidence, Signal, Verdict
 from everstep.faults.redact import GONE, redact, redacted
 
 LETTERS = string.ascii_letters + string.digits
@@ -307,7 +307,7 @@ def test_a_hostile_text_takes_no_longer_than_it_is_long() -> None:
         "pwd",
         "\\",
     ):
-        text = piece * (200_000 // len(piece))
+        text = piece * (100_000 // len(piece))
         assert redact(redact(text)) == redact(text)
 
 

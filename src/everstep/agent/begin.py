@@ -246,8 +246,9 @@ class Beginning:
             return
         adopted = self._keeper.attach()
         what = "adopted" if adopted else "started"
+        log = f", log {self._keeper.log}" if os.path.exists(self._keeper.log) else ""
         self._record.say(
-            "keeper.started", f"keeper {what} (pid {self._keeper.pid}), log {self._keeper.log}",
+            "keeper.started", f"keeper {what} (pid {self._keeper.pid}){log}",
             pid=self._keeper.pid, adopted=adopted,
         )  # fmt: skip
 

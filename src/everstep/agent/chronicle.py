@@ -170,7 +170,12 @@ class Chronicle:
         folder = self._folder()
         if not folder.exists():
             return
-        report = job.merge_history(self._beside())
+        try:
+            aside = self._beside()
+        except (EverstepError, OSError) as error:  # of this host: the store itself is there
+            self._warn("history.unreadable", f"what was kept on this host cannot be read: {error}")
+            return
+        report = job.merge_history(aside)
         self._aside = None if not report.problems else self._aside
 
     # -- beside the store

@@ -121,6 +121,11 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         config, entrypoint, rest = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as bad:
         raise UsageError(f"the command line cannot be used: {bad}") from bad
+    except OSError as error:  # it makes the folder for logs
+        raise UsageError(
+            f"no folder for logs and error files can be made: {error}.",
+            hint="TMPDIR or --log-dir names one where there is room.",
+        ) from error
     flags = _flags(args)
     told = replace(from_environment(environment), **flags)
     return Launch(

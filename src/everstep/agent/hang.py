@@ -33,6 +33,8 @@ from everstep.faults.hang import (
 from everstep.faults.records import Signal
 from everstep.keeper.spawn import log_path
 
+ROOM = 64 << 10
+"""Bytes that a few stacks take: with less, a folder is full."""
 EVIDENCE_SECONDS = 3.0
 """From a hang that is found to its end: what the ranks are seen to do is written down first."""
 FLOOR_SECONDS = 30.0
@@ -254,10 +256,19 @@ def stacks_folder(settings: Settings, index: int) -> Path:
     return log_path(settings, index).with_suffix(".stacks")
 
 
-def emptied(folder: Path) -> None:
-    """Make that folder anew, for an attempt: an agent that was killed has left its own."""
+def emptied(folder: Path) -> str:
+    """Make that folder anew, for an attempt: an agent that was killed has left its own. Why it
+    could not be done, else empty: then workers cannot answer, and evidence of a hang is poorer."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+        (folder / "room").write_bytes(b"." * ROOM)
+        (folder / "room").unlink()
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return str(error)
+    return ""
 
 
 def _moving(found: Finding, policy: HangPolicy) -> str:

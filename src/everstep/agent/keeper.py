@@ -70,7 +70,8 @@ class NodeKeeper:
     """The keeper number ``index`` of the job on this host.
 
     ``hear`` gets the events and last words that workers and keeper send; ``waiting`` is called
-    every :data:`LOOK_SECONDS` while an answer is waited for. ``name`` is that of its
+    every :data:`LOOK_SECONDS` while an answer is waited for; ``unlogged`` is told where a keeper
+    cannot write its log. ``name`` is that of its
     socket, as workers get it in EVERSTEP_KEEPER: made once, so that a link that is moved while
     the job runs does not hide the keeper. Not thread-safe.
     """
@@ -83,8 +84,10 @@ class NodeKeeper:
         *,
         listening: bool,
         waiting: Callable[[], None] = lambda: None,
+        unlogged: Callable[[str], object] = str,
     ) -> None:
         self._waiting = waiting
+        self._unlogged = unlogged
         self._settings = settings
         self._index = index
         self.name = keeper_name(settings.store, settings.job, index)
@@ -141,7 +144,9 @@ class NodeKeeper:
             link.close()
         elif not self._is_starting():
             fd = None if self._listener is None else self._listener.fileno()
-            self._process = start_keeper(self._settings, self._index, listen_fd=fd)
+            self._process = start_keeper(
+                self._settings, self._index, listen_fd=fd, unlogged=self._unlogged
+            )
             self._started = time.monotonic()
 
     def attach(self, timeout: float = CONNECT_SECONDS) -> bool:

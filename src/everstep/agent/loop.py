@@ -45,6 +45,7 @@ from everstep.agent.watch.stacks import Stacks
 from everstep.agent.watch.steps import Steps, heartbeats
 from everstep.agent.workers import Place, Workers
 from everstep.core import exits, points
+from everstep.core.settings import variable
 from everstep.errors import (
     RendezvousLost,
 )
@@ -71,12 +72,13 @@ class Agent:
         self._workers_ended_at = math.inf
         self._failures: list[report.Failure] = []
         catalog = catalog_of(settings)
-        self._output = Output(catalog)
+        self._output = Output(catalog, lambda text: record.lost("output.unread", text))
         self._index, self._number_lock = own_index(launch)
         several = launch.config.max_nodes > 1
         self._keeper = NodeKeeper(
             settings, self._index, self._hear, listening=several,
             waiting=lambda: self._tending.feel(time.monotonic()),
+            unlogged=lambda text: record.lost("keeper.log_lost", text),
         )  # fmt: skip
         self._tending = Tending(self._keeper, record)
         self._owner = Owner(settings, record)
@@ -210,13 +212,16 @@ class Agent:
 
     def _start(self, round_: Round, plan: Plan, place: Place) -> Workers:
         points.reach("agent.workers.before_start")
-        emptied(self._stacks)
         told = self._beginning.worker_settings(round_, plan, self._stacks)
         group = workers.start(
             self._launch.config, self._launch.entrypoint, self._launch.arguments,
-            place, told | variables(self._stacks, os.environ),
-            self._output, plan.names()[round_.node],
+            place, told | self._answering(), self._output, plan.names()[round_.node],
         )  # fmt: skip
+        if group.unwritten:
+            self._record.lost(
+                "logs.lost", f"workers get no files for logs and errors: {group.unwritten}. Their "
+                "output is shown here. TMPDIR or --log-dir names another folder.",
+            )  # fmt: skip
         nodes = dict(zip(plan.names(), plan.ranks_of_node(), strict=True))
         self._lead.began(time.monotonic(), nodes, plan.names()[round_.node])
         self._keeper.workers_started(group.pids)
@@ -226,6 +231,16 @@ class Agent:
             pids={str(rank): pid for rank, pid in group.pids.items()},
         )  # fmt: skip
         return group
+
+    def _answering(self) -> dict[str, str]:
+        """Variables by which workers can be looked at while they are stuck."""
+        if why := emptied(self._stacks):
+            self._record.lost(
+                "hang.blind", f"workers cannot be asked where they stand: {why}. Evidence of a "
+                "hang will be poorer; --state-dir names another folder.",
+            )  # fmt: skip
+            return {variable("stacks"): ""}
+        return variables(self._stacks, os.environ)
 
     def _supervise(self, round_: Round, group: Workers) -> NodeEnd:
         supervision = Supervision(

@@ -19,6 +19,7 @@ from everstep.agent.record import Recorder
 from everstep.agent.script import check_script
 from everstep.agent.signals import Signals
 from everstep.core.settings import Settings, misspelt, variable
+from everstep.core.shown import shown
 from everstep.errors import EverstepError, ObjectMissing, StoreError
 from everstep.store import open_store
 
@@ -29,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         launch = _with_absolute_events(parse(arguments, os.environ))
         check_script(launch.name, launch.kind, os.environ)
     except EverstepError as error:
-        print(f"everstep run: {error}", file=sys.stderr)
+        print(shown(f"everstep run: {error}"), file=sys.stderr)
         return exit_code_of(error)
     # Workers inherit this from torchrun's agent too.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.config.signals_to_handle

@@ -6,9 +6,13 @@ Never does: decide what is worth telling. Called by: respond, by way of the loop
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import signal
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -22,7 +26,9 @@ FORMAT = "everstep.notice/1"
 POST_SECONDS = 10.0
 COMMAND_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
-"""For messages on their way when the agent ends."""
+"""For messages on their way when the agent ends, all together."""
+END_SECONDS = 1.0
+"""For a command that was ended to be gone, and told as failed."""
 
 
 class Notifier:
@@ -35,6 +41,9 @@ class Notifier:
         self._store = store
         self._record = record
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
 
     def tell(self, decision: DecisionRecord, incident: IncidentRecord | None) -> None:
         """Send word of a decision; nothing is waited for."""
@@ -48,13 +57,20 @@ class Notifier:
         thread.start()
 
     def close(self) -> None:
-        """Wait a little for what is on its way."""
+        """Wait a little for what is on its way, and end the commands that still run then."""
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._closed = True
+            for started in self._running:
+                _kill(started)
+        for thread in self._threads:
+            thread.join(END_SECONDS)
 
     def _send(self, body: bytes, decision: str) -> None:
         try:
-            _post(self._to, body) if "://" in self._to else _run(self._to, body)
+            _post(self._to, body) if "://" in self._to else self._run(body)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._record.say(
                 "notice.failed", f"nobody could be told of decision {decision}: "
@@ -64,6 +80,20 @@ class Notifier:
             self._record.say(
                 "notice.sent", f"decision {decision} was told", level="debug", decision=decision
             )
+
+    def _run(self, body: bytes) -> None:
+        with self._lock:
+            if self._closed:
+                raise OSError("the agent has ended before it was started")
+            started = _start(self._to)
+            self._running.add(started)
+        with started:
+            try:
+                _hear_out(started, self._to, body, COMMAND_SECONDS)
+            finally:
+                with self._lock:
+                    _kill(started)
+                    self._running.discard(started)
 
 
 def message(
@@ -101,10 +131,26 @@ def _post(url: str, body: bytes) -> None:
         raise OSError(f"the receiver answered {refused.code} {refused.reason}") from refused
 
 
-def _run(command: str, body: bytes) -> None:
-    done = subprocess.run(
-        shlex.split(command), input=body, timeout=COMMAND_SECONDS, capture_output=True, check=False
-    )
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()[-300:]
-        raise OSError(f"{command!r} ended with exit code {done.returncode}: {said}")
+def _start(command: str) -> subprocess.Popen[bytes]:
+    """In a group of its own: what it starts ends with it."""
+    return subprocess.Popen(
+        shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def _hear_out(started: subprocess.Popen[bytes], command: str, body: bytes, seconds: float) -> None:
+    try:
+        _, told = started.communicate(body, seconds)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{command!r} has not ended within {seconds:g} s") from None
+    if started.returncode:
+        said = told.decode(errors="replace").strip()[-300:]
+        raise OSError(f"{command!r} ended with exit code {started.returncode}: {said}")
+
+
+def _kill(started: subprocess.Popen[bytes]) -> None:
+    """End its whole group, unless it was reaped: then its number may be another's."""
+    if started.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(started.pid, signal.SIGKILL)

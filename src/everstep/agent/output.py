@@ -37,6 +37,8 @@ AHEAD = 1 << 20
 """Bytes that wait for one of the agent's streams from which on no more is read for it."""
 PAUSE = 0.004
 """Seconds between two rounds of reading little: many small writes cost one round."""
+AGAIN = 0.1
+"""Seconds until reading is tried again after a fault of it."""
 MUCH = 64 << 10
 
 OUT, ERR = 1, 2
@@ -102,14 +104,19 @@ class Forward:
         rest = memoryview(piece)
         while rest:
             try:
-                rest = rest[os.write(self._fd, rest[:MUCH]) :]
+                rest = rest[self._put_out(rest[:MUCH]) :]
                 self.moved = time.monotonic()
-            except BlockingIOError:  # somebody made the console's end non-blocking
-                select.select([], [self._fd], [])
             except OSError as error:
                 # Nobody reads it any more, or its disk is full: the workers go on (R3).
                 self.lost = error.strerror or str(error)
                 return
+
+    def _put_out(self, piece: memoryview) -> int:
+        try:
+            return os.write(self._fd, piece)
+        except BlockingIOError:  # somebody made the console's end non-blocking
+            select.select([], [self._fd], [])
+            return 0
 
 
 class Pipe:
@@ -164,11 +171,15 @@ class Pipe:
 
 class Output:
     """The output of all workers that this agent starts. ``catalog`` tells which lines are worth
-    remembering (:func:`everstep.agent.watch.logs.loading`)."""
+    remembering (:func:`everstep.agent.watch.logs.loading`). ``told`` gets faults of the reading
+    itself."""
 
-    def __init__(self, catalog: Future[Catalog] | None = None) -> None:
+    def __init__(
+        self, catalog: Future[Catalog] | None = None, told: Callable[[str], object] = str
+    ) -> None:
         self._lock = threading.Lock()
-        self._search = Search(catalog)
+        self._told = told
+        self._search = Search(catalog, told=told)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._forwards = {fd: Forward(fd, self._nudge) for fd in (OUT, ERR)}
         self._pipes: list[Pipe] = []
@@ -267,9 +278,22 @@ class Output:
 
     def _run(self) -> None:
         while not self._closed:
-            ready = self._wait()
-            if self._read(ready) < MUCH and ready:
-                time.sleep(PAUSE)
+            try:
+                ready = self._wait()
+                little = self._read(ready) < MUCH and bool(ready)
+            except Exception as error:  # noqa: BLE001 - were this thread gone, all workers would wait
+                self._fail(error)
+            else:
+                if little:
+                    time.sleep(PAUSE)
+
+    def _fail(self, error: Exception) -> None:
+        """Say it and go on: memory or descriptors may be there again."""
+        self._told(
+            f"what workers print cannot be read: {type(error).__name__}: {error}. It is tried "
+            "again; until then workers wait where they print."
+        )
+        time.sleep(AGAIN)
 
     def _wait(self) -> set[int]:
         """The pipes to be read: there is something in them, and room for it."""

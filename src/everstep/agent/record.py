@@ -12,6 +12,7 @@ from typing import BinaryIO, TextIO
 
 from everstep.core.clock import Clock, SystemClock
 from everstep.core.events import Event, Level, encode_line
+from everstep.core.shown import shown
 from everstep.keeper.journal import Journal
 
 _SHOWN_KINDS = frozenset(
@@ -46,6 +47,7 @@ class Recorder:
         self._stream = stream
         self._lines = lines
         self._committed = 0
+        self._once: set[str] = set()
         self._journal = Journal(
             path, source="agent", job=job, clock=clock or SystemClock(), listen=self._show_own
         )
@@ -74,6 +76,12 @@ class Recorder:
     ) -> None:
         """Record an event of the agent; those of level ``debug`` are not shown to people."""
         self._journal.say(kind, text, level=level, rank=rank, step=step, facts=facts)
+
+    def lost(self, kind: str, text: str) -> None:
+        """Warn of what is not seen or written any more (F5), once in this run."""
+        if text not in self._once:
+            self._once.add(text)
+            self.say(kind, text, level="warning")
 
     def relay(self, event: Event) -> None:
         """Show an event that the keeper has recorded already, where people want to know it."""
@@ -112,4 +120,5 @@ class Recorder:
     def _show(self, event: Event) -> None:
         mark = "" if event.level == "info" else f"{event.level}: "
         at = time.strftime("%H:%M:%S", time.localtime(event.wall))
-        print(f"everstep {at} {mark}{event.text}", file=self._stream or sys.stderr, flush=True)
+        text = shown(f"everstep {at} {mark}{event.text}")
+        print(text, file=self._stream or sys.stderr, flush=True)

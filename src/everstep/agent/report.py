@@ -21,6 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import (
     get_error_handler,
 )
 
+from everstep.core.shown import shown
+
 STOPPED = "stopped by everstep after the first failure"
 LONGEST_FILE = 4 << 20
 """Bytes of an error file above which it is not shown: torch would read it whole."""
@@ -70,7 +72,7 @@ def block(name: str, failures: list[Failure]) -> str:
 
 def tell(name: str, failures: list[Failure], stream: TextIO | None = None) -> None:
     """Print the block, and hand the root cause's error file up where a launcher above asks."""
-    print(block(name, failures), file=stream or sys.stderr, flush=True)
+    print(shown(block(name, failures)), file=stream or sys.stderr, flush=True)
     _, root = _error(name, failures).get_first_failure()
     if _wrote(root) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
         handler = get_error_handler()
@@ -85,7 +87,7 @@ def tell_refusals(failures: list[Failure], stream: TextIO | None = None) -> bool
         if _wrote(failed.process):
             ranks.setdefault(_trace(failed.process), []).append(failed.rank)
     for trace, same in ranks.items():
-        print(f"{_named(same)}:\n{trace}", file=stream or sys.stderr, flush=True)
+        print(shown(f"{_named(same)}:\n{trace}"), file=stream or sys.stderr, flush=True)
     return bool(ranks)
 
 

@@ -23,7 +23,9 @@ from string import Template
 
 import msgspec
 from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
     LogsDest,
+    LogsSpecs,
     PContext,
     SubprocessContext,
     start_processes,
@@ -89,7 +91,8 @@ def environment_of(local_rank: int, place: Place, config: LaunchConfig) -> dict[
 
 
 class Workers:
-    """Started workers. ``ended`` grows by one record for each that :meth:`collect` saw end."""
+    """Started workers. ``ended`` grows by one record for each that :meth:`collect` saw end;
+    ``unwritten`` says why they have no files for logs and errors, empty where they have."""
 
     def __init__(
         self,
@@ -99,7 +102,9 @@ class Workers:
         streams: Streams,
         node: str | None,
         begun: float,
+        unwritten: str = "",
     ) -> None:
+        self.unwritten = unwritten
         self._context = context
         self._place = place
         self._output = output
@@ -252,11 +257,12 @@ def start(
     streams, begun = output.open(), time.monotonic()
     sys.stdout.flush()
     try:
-        context = _started(config, entrypoint, args, envs, place, output, streams)
+        told, unwritten = _logs(config, envs)
+        context = _started(config, entrypoint, args, envs, place, output, streams, told)
     except BaseException:
         streams.part()
         raise
-    return Workers(context, place, output, streams, node, begun)
+    return Workers(context, place, output, streams, node, begun, unwritten)
 
 
 def _started(
@@ -267,10 +273,8 @@ def _started(
     place: Place,
     output: Output,
     streams: Streams,
+    told: LogsDest,
 ) -> PContext:
-    logs_specs = config.logs_specs
-    assert logs_specs is not None, "torchrun's configuration always has one"
-    told = logs_specs.reify(envs)  # writes the error files' paths into the environments
     routes = {rank: streams.route(rank, told.stdouts[rank], told.stderrs[rank]) for rank in args}
     if callable(entrypoint):
         piped = {rank: _changed(told, rank, route) for rank, route in routes.items()}
@@ -287,13 +291,28 @@ def _started(
     return _outside_main_thread(
         lambda: start_processes(
             name=config.role, entrypoint=entrypoint, args=args, envs=envs,
-            logs_specs=Routed(dest, logs_specs.root_log_dir),
+            logs_specs=Routed(dest, _specs(config).root_log_dir),
             log_line_prefixes=_prefixes(config, place),
             start_method=config.start_method, numa_options=config.numa_options,
             duplicate_stdout_filters=config.duplicate_stdout_filters,
             duplicate_stderr_filters=config.duplicate_stderr_filters,
         )
     )  # fmt: skip
+
+
+def _logs(config: LaunchConfig, envs: dict[int, dict[str, str]]) -> tuple[LogsDest, str]:
+    """Where torch has workers write; it puts the paths of the error files into ``envs``. Without
+    any files where the folder for them is full, read-only or gone, and why."""
+    try:
+        return _specs(config).reify(envs), ""
+    except OSError as error:
+        told = DefaultLogsSpecs(log_dir=os.devnull).reify(envs)
+        return replace(told, tee_stdouts={}, tee_stderrs={}), str(error)
+
+
+def _specs(config: LaunchConfig) -> LogsSpecs:
+    assert config.logs_specs is not None, "torchrun's configuration always has one"
+    return config.logs_specs
 
 
 def _changed(told: LogsDest, rank: int, route: tuple[str, str]) -> tuple[str, str]:

@@ -73,7 +73,7 @@ class Journal:
             os.write(fd, line)  # one write: lines of several processes do not mix
         except OSError as error:
             if not self._failed:
-                os.write(2, f"everstep: events are not written any more: {error}\n".encode())
+                _tell(f"everstep: events are not written any more: {error}")
             self._failed = True
         else:
             self._failed = False
@@ -84,5 +84,10 @@ def _open(path: str) -> int | None:
     try:
         return os.open(path, flags, 0o644)
     except OSError as error:
-        os.write(2, f"everstep: events are not written to {path}: {error}\n".encode())
+        _tell(f"everstep: events are not written to {path}: {error}")
         return None
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # a keeper's stderr is a file, on a disk that may be as full
+        os.write(2, f"{text}\n".encode())

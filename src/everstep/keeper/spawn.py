@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -19,13 +20,18 @@ from everstep.keeper.address import store_of
 
 
 def start_keeper(
-    settings: Settings, node: int, *, listen_fd: int | None = None
+    settings: Settings,
+    node: int,
+    *,
+    listen_fd: int | None = None,
+    unlogged: Callable[[str], object] = str,
 ) -> subprocess.Popen[bytes]:
     """Start the keeper of ``node`` in a session of its own and return at once.
 
     A second keeper of the same name ends by itself with 0, so starting one too many is harmless.
     ``listen_fd`` is a listening TCP socket that the keeper inherits (node 0 of several nodes).
-    Raises OSError where the log cannot be opened or the process cannot be started.
+    ``unlogged`` is told where its log cannot be written: it runs without one, for a folder that is
+    full or read-only is no reason not to train. Raises OSError where it cannot be started.
     """
     command = [
         sys.executable, "-m", "everstep.keeper",
@@ -33,7 +39,7 @@ def start_keeper(
     ]  # fmt: skip
     if listen_fd is not None:
         command += ["--listen-fd", str(listen_fd)]
-    with open(log_path(settings, node), "ab") as log:
+    with _openable(log_path(settings, node), unlogged).open("ab") as log:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -46,11 +52,26 @@ def start_keeper(
 
 
 def log_path(settings: Settings, node: int) -> Path:
-    """The keeper's log; its folder is made."""
+    """The keeper's log; its folder is made where that can be done."""
     place = xxhash.xxh3_64_hexdigest(store_of(settings.store).encode())[:8]
     folder = state_dir(settings, os.environ) / f"{settings.job}-{place}"
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # told by whoever writes into it
+        folder.mkdir(parents=True, exist_ok=True)
     return folder / f"keeper-{node}.log"
+
+
+def _openable(path: Path, unlogged: Callable[[str], object]) -> Path:
+    """``path``, or where it cannot be written the file that takes everything."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # says why, where there is no folder
+        path.open("ab").close()
+    except OSError as error:
+        unlogged(
+            f"the keeper runs without a log: {error}. What it would say of an error of its own is "
+            "lost; --state-dir names another folder."
+        )
+        return Path(os.devnull)
+    return path
 
 
 def state_dir(settings: Settings, environment: Mapping[str, str]) -> Path:

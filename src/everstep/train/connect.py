@@ -56,7 +56,7 @@ def connect(settings: Settings, place: Place, voice: Voice) -> Connection:
         begin = _begin(settings, place)
 
         def restart() -> subprocess.Popen[bytes]:
-            return start_keeper(settings, place.node)
+            return start_keeper(settings, place.node, unlogged=voice.warn)
 
     link = WorkerLink.connect(
         keeper_of(settings), hello, begin=begin, restart=restart,

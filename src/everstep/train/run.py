@@ -88,12 +88,22 @@ def attach(options: Options | None = None, /, **objects: Any) -> Run:
         )  # fmt: skip
         connection = connect(settings, place, voice)
         undo.pop_all()
-    answer(settings.stacks, place.rank)
+    if blind := answer(settings.stacks, place.rank):
+        _tell_blind(voice, place, blind)
     if not settings.attempt and (wrong := misspelt(os.environ)):
         voice.warn(wrong)
     for doubt in filter(None, doubts if place.rank == 0 else ()):
         voice.warn(doubt)
     return Run(session, connection, settings, place, feed, voice, finite)
+
+
+def _tell_blind(voice: Voice, place: Place, why: str) -> None:
+    """One rank of a node warns: they share the folder."""
+    voice.say(
+        "train.warning", f"rank {place.rank} cannot be asked where it stands: {why}. Evidence of a "
+        "hang will be poorer; training goes on. EVERSTEP_STATE_DIR names another folder.",
+        level="debug" if place.local_rank else "warning",
+    )  # fmt: skip
 
 
 class Run:

@@ -20,6 +20,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import cast
 
 import msgspec
 
@@ -38,20 +39,33 @@ _answering: tuple[int, str] | None = None
 """The process that answers and its folder; a forked child is another."""
 
 
-def answer(folder: str, rank: int) -> None:
-    """Have this process answer, once in its life. Does nothing where the folder is gone: the rank
-    is then looked at by other means, or not at all."""
+def answer(folder: str, rank: int) -> str:
+    """Have this process answer, once in its life. Why it cannot, where the folder is full or
+    read-only or no thread starts, else empty: the rank is then looked at by other means, or not at
+    all; training is none of that. Empty, too, where the folder is gone: its agent has ended."""
     global _answering
     if not folder or _answering == (os.getpid(), folder):
-        return
+        return ""
+    held: list[int] = []
     try:
-        _make_fifo(os.path.join(folder, file_of_rank(rank, "ask")))
-        stacks = _open(folder, rank, "stacks", os.O_APPEND)
-        ask = _open(folder, rank, "ask")
-        turn = _open(folder, rank, "turn")
-    except OSError:
-        return
+        _begin(folder, rank, held)
+    except (FileNotFoundError, NotADirectoryError):
+        _close(held)
+        return ""
+    except (OSError, RuntimeError) as error:
+        _close(held)
+        return str(error)
+    _answering = (os.getpid(), folder)
+    return ""
+
+
+def _begin(folder: str, rank: int, held: list[int]) -> None:
+    _make_fifo(os.path.join(folder, file_of_rank(rank, "ask")))
+    for kind, more in (("stacks", os.O_APPEND), ("ask", 0), ("turn", 0)):
+        held.append(_open(folder, rank, cast(Kind, kind), more))
+    stacks, ask, turn = held
     dump = next(_free_signals(), 0)
+    held.clear()  # from here on they are in use, whatever fails
     if dump:
         faulthandler.register(dump, file=stacks, all_threads=True, chain=False)
     main = threading.main_thread().ident
@@ -59,9 +73,14 @@ def answer(folder: str, rank: int) -> None:
     threading.Thread(
         target=_answer, args=(ask, turn, flight, main), name=THREAD, daemon=True
     ).start()
+    # Last: who finds it sends the signal, which must have its handler by then.
     _write(os.path.join(folder, file_of_rank(rank, "answers")),
            msgspec.json.encode(Answers(os.getpid(), dump)))  # fmt: skip
-    _answering = (os.getpid(), folder)
+
+
+def _close(held: list[int]) -> None:
+    for fd in held:
+        os.close(fd)
 
 
 def _open(folder: str, rank: int, kind: Kind, more: int = 0) -> int:
@@ -79,9 +98,14 @@ def _make_fifo(path: str) -> None:
 
 def _write(path: str, data: bytes) -> None:
     """Renamed into place: whoever finds it finds it whole."""
-    with open(f"{path}.new", "wb") as file:
-        file.write(data)
-    os.replace(f"{path}.new", path)
+    try:
+        with open(f"{path}.new", "wb") as file:
+            file.write(data)
+        os.replace(f"{path}.new", path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}.new")
+        raise
 
 
 def _free_signals() -> Iterator[int]:
@@ -113,9 +137,10 @@ def _answer(ask: int, turn: int, flight: str, main: int) -> None:
     while os.read(ask, 64):
         count += 1
         frame = sys._current_frames().get(main)
-        os.pwrite(turn, TURN.pack(count, digest(frame)), 0)
+        turned = TURN.pack(count, digest(frame))
         del frame  # it would hold what the function lets go
-        with contextlib.suppress(OSError):  # the folder is gone: the agent has ended
+        with contextlib.suppress(OSError):  # the disk is full, or the folder gone with its agent
+            os.pwrite(turn, turned, 0)
             if recorded := _recorded():
                 _write(flight, recorded)
 

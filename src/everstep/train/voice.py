@@ -15,6 +15,7 @@ from typing import Any
 from everstep.core.clock import SystemClock
 from everstep.core.events import Event, Level
 from everstep.core.settings import Settings, variable
+from everstep.core.shown import shown
 from everstep.errors import UsageError
 from everstep.keeper.client import WorkerLink
 from everstep.keeper.journal import Journal
@@ -48,7 +49,7 @@ class Voice:
         if self.link is None or not self.link.report(event):
             self._journal.append(event)
         if loud and self._place.rank == 0 and not self._settings.attempt:
-            print(f"everstep: {text}", file=sys.stderr, flush=True)
+            print(shown(f"everstep: {text}"), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         self.say("train.warning", text, level="warning", loud=True)

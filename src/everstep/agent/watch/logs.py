@@ -58,7 +58,8 @@ class Part:
 class Search:
     """Looks for telling lines within a budget of CPU, shared by all streams of a node.
     ``catalog`` may still be loading, or have failed: then nothing is found. ``cpu`` gives the
-    seconds of CPU of the calling thread, ``now`` those of CLOCK_MONOTONIC."""
+    seconds of CPU of the calling thread, ``now`` those of CLOCK_MONOTONIC; ``told`` gets a fault
+    of the search or the memory itself."""
 
     def __init__(
         self,
@@ -66,7 +67,9 @@ class Search:
         *,
         cpu: Callable[[], float] = time.thread_time,
         now: Callable[[], float] = time.monotonic,
+        told: Callable[[str], object] = str,
     ) -> None:
+        self.told = told
         self._catalog = catalog
         self._cpu = cpu
         self._now = now
@@ -108,9 +111,25 @@ class Memory:
         self._later: deque[Part] = deque()
         self.unsearched = 0
         """Bytes that were forgotten without a look at them."""
+        self.broken = ""
+        """The fault by which nothing more is remembered."""
 
     def remember(self, piece: bytes, now: float) -> None:
-        """The next bytes of the stream, at any edge; ``now`` never goes back."""
+        """The next bytes of the stream, at any edge; ``now`` never goes back. Raises nothing:
+        whoever reads the stream has to read on, else what writes it waits for ever."""
+        if self.broken:
+            return
+        try:
+            self._remember(piece, now)
+        except Exception as error:  # noqa: BLE001 - told, and judged as blind (F5)
+            self._parts.clear()
+            self.broken = f"{type(error).__name__}: {error}"
+            self._search.told(
+                f"what workers print is shown but not remembered any more: {self.broken}. Causes "
+                "of failures are found without it."
+            )
+
+    def _remember(self, piece: bytes, now: float) -> None:
         last = self._parts[-1] if self._parts else None
         if last is not None and len(last.data) < PART and _together(last, now, piece):
             last.data += piece
@@ -124,6 +143,9 @@ class Memory:
     def signals(self, most: int, rank: int | None, node: str | None) -> list[Signal]:
         """What is known of the stream, in about ``most`` bytes: its end as it came, and a quarter
         of them for the telling lines before it."""
+        if self.broken:
+            said = f"the output of rank {rank} was not remembered: {self.broken}"
+            return [Signal("agent", said, rank, node, mono=time.monotonic())]
         older, newer = _split(self._parts, most * 3 // 4)
         telling = [*self._first, *self._later, *self._found(older)]
         parts = [*_ends(telling, most // 4), *_bursts(newer)]
