@@ -159,6 +159,7 @@ RESTARTS = (
     "[2026-03-01 10:00:00,100] torch.distributed.elastic.agent.server.api: [INFO] [default] Worker group FAILED. 2/3 attempts left; will restart worker group",
     "INFO:torch.distributed.elastic.agent.server.api:[default] Starting worker group",
     "attempt 1 ended: rank 2 ended with code 1; restarting",
+    "everstep 10:00:00 decided: restart on the same nodes as attempt 2, because a restart may help",
 )
 
 
