@@ -13,6 +13,7 @@ from forked import Start, wait_for
 
 from everstep.core import exits
 
+FORKED = ("--run-path", "--start-method", "fork")
 FAILS = "import everstep\neverstep.Options\nraise ValueError('the shapes differ')"
 
 
@@ -52,6 +53,29 @@ def test_a_stop_is_told_to_a_command(start: Start, tmp_path: Path) -> None:
     agent = start("--max-restarts=0", "--notify", "tee told.json", script=FAILS)
     assert agent.wait() == exits.FAILED
     assert json.loads((tmp_path / "told.json").read_bytes())["action"] == "stop"
+
+
+ANOTHER_EACH_TIME = """
+import os
+number = int(os.environ["EVERSTEP_ATTEMPT"])
+if number < 5:
+    raise [KeyError, ValueError, TypeError, IndexError][number - 1]("no")
+"""
+
+
+def test_four_fifths_of_a_budget_are_told_before_it_is_spent(
+    start: Start, receiver: tuple[str, list[dict[str, object]]]
+) -> None:
+    url, heard = receiver
+    flags = ("--window-restarts=5", "--no-progress=0", "--per-fingerprint=0")
+    agent = start(*FORKED, *flags, "--notify", url, script=ANOTHER_EACH_TIME)
+    assert agent.wait() == exits.FINISHED, agent.said()
+    wait_for(lambda: heard)
+    (told,) = heard
+    assert (told["stopped"], told["action"], told["attempt"]) == (False, "restart_in_place", 4)
+    assert told["alerts"] == ["80 % of the window budget are spent"]
+    assert told["budget"] == {"window": 1}
+    assert "warning: 80 % of the window budget are spent" in agent.said()
 
 
 def test_a_receiver_that_fails_is_named_and_changes_nothing(start: Start) -> None:

@@ -10,7 +10,7 @@ from told import EXCEPTION, FOUR, GPU, NAN, SOFT, TIMEOUT, UNKNOWN, Agent, point
 
 from everstep.core import exits
 from everstep.core.history import BODY_BYTES, Entry
-from everstep.faults.budget import cause_of
+from everstep.faults.budget import cause_of, last_limits
 from everstep.faults.decide import begin, respond
 from everstep.faults.fold import fold
 from everstep.faults.history import (
@@ -580,6 +580,24 @@ def test_a_later_format_or_a_broken_body_is_named_and_the_rest_is_read() -> None
         "decision 1", "incident 1", "decision 1",
     ]  # fmt: skip
     assert "format 2; this everstep knows 1" in found.problems[0]
+
+
+def test_every_decision_tells_the_limits_that_it_was_made_by() -> None:
+    mine = Limits(window_restarts=7, per_fingerprint=None, max_restarts=4)
+    told = agent()
+    told.policy = Policy(limits=mine)
+    assert last_limits(told.history()) is None
+    told.start()
+    assert last_limits(told.history()) == mine
+    told.fails(UNKNOWN)
+    told.falls()
+    assert told.last is not None
+    assert told.last.limits == mine
+    found = unpack([pack(record) for record in told.records]).records
+    assert last_limits(fold(found)) == mine
+    told.policy = Policy()
+    told.fails(UNKNOWN)
+    assert last_limits(told.history()) == Limits()
 
 
 def test_evidence_is_cut_to_what_a_record_may_have() -> None:
