@@ -74,9 +74,7 @@ def killed(spares: int = 0, attempt: int = 1) -> Case:
     return Case(plan, ends, combine(ends, 2), began=0.0, failed=9.0, spares=spares)
 
 
-def test_the_first_symptom_is_the_earliest_step_of_which_a_rank_says_so() -> (
-    None
-):
+def test_the_first_symptom_is_the_earliest_step_of_which_a_rank_says_so() -> None:
     written = Written()
     case = killed()
     ends = dict(case.ends)

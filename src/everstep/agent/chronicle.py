@@ -1,7 +1,7 @@
 """The job's history as this agent reads and writes it: in the store, or beside it for a while.
 
 Owns: where records go while the store is away, and bringing them there later; stamps. Never does:
-know what a record means for the job (:mod:`everstep.agent.respond`). Called by: respond, proof.
+know what a record means for the job (:mod:`everstep.agent.respond`). Called by: respond, lead.
 
 A store may hang and not only fail, so it is asked in a thread and for a limited time: an agent that
 has workers to stop never waits for a disk that does not answer. Writing a record again is harmless.

@@ -298,15 +298,12 @@ class Lead:
             self._chronicle.note(result)
             history = fold(self._chronicle.known(), now=self._chronicle.stamp())
             outcome = outcome_of(history, result.incident)
-            assert outcome is not None, "only what was recorded is tried to be proved"
+            how = how_it_ended(outcome) if outcome else "its own record cannot be read any more"
             facts = msgspec.structs.asdict(result)
             for name in ("at", "attempt", "sequence"):
                 del facts[name]
             self._record.say(
-                "incident.ended",
-                f"incident {result.incident}: {how_it_ended(outcome)}",
-                level="debug",
-                **facts,
+                "incident.ended", f"incident {result.incident}: {how}", level="debug", **facts
             )
 
 
