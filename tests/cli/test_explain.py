@@ -87,7 +87,7 @@ def test_what_is_left_is_of_the_limits_of_the_job_and_not_of_who_asks(
     monkeypatch.setenv("EVERSTEP_WINDOW_RESTARTS", "77")
     _, status = cli_json("status", "--store", tmp_path / "store")
     assert status["standing"]["budget"] == [
-        "8 of 8 attempts without progress left", "7 of 9 restarts in 24 h left",
+        "8 of 8 attempts without progress left", "9 of 9 restarts in 24 h left",
     ]  # fmt: skip
     _, told = cli_json("explain", "--store", tmp_path / "store")
     lines = next(s["lines"] for s in told["explanation"]["sections"] if s["title"] == "budget")
