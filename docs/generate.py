@@ -166,7 +166,8 @@ def _run_flags() -> str:
         "    everstep run [TORCHRUN FLAGS] [OPTIONS] SCRIPT [ARGUMENTS]...\n\n"
         "Takes every flag of the installed torchrun, in both spellings, and every `PET_*` "
         "variable, with one difference: without `--max-restarts`, workers are restarted until "
-        "three attempts in a row make no progress. `everstep run --help` lists them all. Its own:"
+        "a [budget](../guides/budgets.md) of the job is used up, or a failure is deterministic. "
+        "`everstep run --help` lists them all. Its own:"
     )
     return f"{intro}\n\n{_table(('option', 'meaning'), rows)}"
 

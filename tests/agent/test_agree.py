@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from everstep.agent import agree
-from everstep.agent.rendezvous import NodeEnd, Round, Verdict, poll
+from everstep.agent.rendezvous import Announcement, NodeEnd, Round, poll
 from everstep.errors import RendezvousLost
 
 BEAT = 0.001
@@ -79,7 +79,7 @@ def test_nodes_that_live_are_heard_after_another_was_lost() -> None:
 def test_leader_that_shows_no_life_is_not_waited_for() -> None:
     _, other = _round_of(2)
     with pytest.raises(RendezvousLost, match="no life"):
-        agree.hear_verdict(other, clock=_clock(), beat=BEAT)
+        agree.hear_decision(other, clock=_clock(), beat=BEAT)
 
 
 def test_verdict_of_a_leader_that_took_its_time_is_heard() -> None:
@@ -88,9 +88,9 @@ def test_verdict_of_a_leader_that_took_its_time_is_heard() -> None:
     def live(nth: int) -> None:
         leader.say_alive(nth)
         if nth == 50:
-            leader.say_decision(Verdict(0, "the job finished"))
+            leader.say_decision(Announcement(0, "the job finished"))
 
-    decision, _ = agree.hear_verdict(other, clock=_clock(live), beat=BEAT)
+    decision, _ = agree.hear_decision(other, clock=_clock(live), beat=BEAT)
     assert (decision.action, decision.exit_code) == ("stop", 0)
 
 

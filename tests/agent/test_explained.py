@@ -85,6 +85,15 @@ def test_a_worker_that_was_killed_is_recovered_from_with_times(start: Start, tol
     found = told("explain")["explanation"]
     assert found["outcome"]["ending"] == "recovered", found["outcome"]
     assert found["headline"][2].startswith("recovered: step ")
+    what, decided, ended = found["headline"]
+    (judged,) = agent.events("incident.judged")
+    assert f"{judged.text.partition(': ')[2]}, attempt 1" == what
+    assert decided in [event.text for event in agent.events("decision.made")]
+    (end,) = agent.events("incident.ended")
+    assert end.text == f"incident {found['incident']}: {ended}"
+    said = [line.split(" ", 2)[2] for line in agent.said().splitlines() if "everstep " in line]
+    assert said.count(f"warning: {judged.text}") == said.count(decided) == 1
+    assert not [line for line in said if line.startswith(("attempt 1 ended", end.text))]
     (result,) = found["results"]
     assert all(result[phase] is not None for phase in PHASES), result
     assert found["outcome"]["resumed_in"] > 0

@@ -48,6 +48,7 @@ def test_a_node_whose_gpu_fell_off_the_bus_is_left_out_and_a_spare_takes_its_pla
     assert (judged["class"], judged["root_node"]) == ("XID_79", "bad")
     (decided,) = [e for e in good.events("decision.made") if e.facts["incident"]]
     assert decided.facts["action"] == "restart_elsewhere"
+    assert decided.text.startswith("decided: restart on other nodes as attempt 2, because ")
 
 
 def _tell_that_it_waits(seconds: float) -> None:

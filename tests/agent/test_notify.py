@@ -17,6 +17,7 @@ from everstep.agent.record import Recorder
 from everstep.core import exits
 from everstep.faults.history import DecisionRecord, Rung, Stamp
 
+FORKED = ("--run-path", "--start-method", "fork")
 FAILS = "import everstep\neverstep.Options\nraise ValueError('the shapes differ')"
 
 
@@ -88,6 +89,29 @@ def test_a_command_that_hangs_ends_at_its_deadline(
     assert len(pids) == 2
     wait_for(lambda: not any(alive(pid) for pid in pids))
     notifier.close()
+
+
+ANOTHER_EACH_TIME = """
+import os
+number = int(os.environ["EVERSTEP_ATTEMPT"])
+if number < 5:
+    raise [KeyError, ValueError, TypeError, IndexError][number - 1]("no")
+"""
+
+
+def test_four_fifths_of_a_budget_are_told_before_it_is_spent(
+    start: Start, receiver: tuple[str, list[dict[str, object]]]
+) -> None:
+    url, heard = receiver
+    flags = ("--window-restarts=5", "--no-progress=0", "--per-fingerprint=0")
+    agent = start(*FORKED, *flags, "--notify", url, script=ANOTHER_EACH_TIME)
+    assert agent.wait() == exits.FINISHED, agent.said()
+    wait_for(lambda: heard)
+    (told,) = heard
+    assert (told["stopped"], told["action"], told["attempt"]) == (False, "restart_in_place", 4)
+    assert told["alerts"] == ["80 % of the window budget are spent"]
+    assert told["budget"] == {"window": 1}
+    assert "warning: 80 % of the window budget are spent" in agent.said()
 
 
 def test_a_receiver_that_fails_is_named_and_changes_nothing(start: Start) -> None:

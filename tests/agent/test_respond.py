@@ -14,6 +14,7 @@ from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import NodeEnd, NodeEntry, Plan
 from everstep.agent.respond import Responder
 from everstep.core import exits
+from everstep.errors import NonFinite
 from everstep.faults.catalog import load
 from everstep.faults.history import DecisionRecord, IncidentRecord, Record, Stamp
 from everstep.faults.records import Signal
@@ -71,6 +72,28 @@ def killed(spares: int = 0, attempt: int = 1) -> Case:
     }
     plan = Plan(nodes=(NodeEntry("default", 1, "a"), NodeEntry("default", 1, "b")), attempt=attempt)
     return Case(plan, ends, combine(ends, 2), began=0.0, failed=9.0, spares=spares)
+
+
+def test_the_first_symptom_is_the_earliest_step_of_which_a_rank_says_so() -> None:
+    written = Written()
+    case = killed()
+    ends = dict(case.ends)
+    for rank, step in ((0, 12), (1, 11)):
+        error = NonFinite.at(rank=rank, step=step, figure="loss", value=float("nan"))
+        text = f"Traceback (most recent call last):\neverstep.errors.NonFinite: {error}"
+        said = (Signal("log", text, rank, mono=9.0, time=9.0),)
+        ends[rank] = NodeEnd(workers=((rank, 1, False),), attached=True, signals=said)
+    case = replace(case, ends=ends, end=combine(ends, 2))
+    responder(written, patience=0.0).answer(case, lambda _: ())
+    (incident,) = written.of(IncidentRecord)
+    assert isinstance(incident, IncidentRecord)
+    assert (incident.verdict.fault, incident.where) == ("NAN_INF", 12)
+    assert incident.first_symptom == 11
+    told = Written()
+    responder(told, patience=0.0).answer(killed(), lambda _: ())
+    (other,) = told.of(IncidentRecord)
+    assert isinstance(other, IncidentRecord)
+    assert other.first_symptom is None
 
 
 def test_a_late_line_of_the_kernel_moves_the_attempt_off_the_node_that_it_blames() -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from pasts import finished, job_of, recovered, stopped
+from told import TIMEOUT
 
 from everstep.cli.ls import list_job
+from everstep.faults.limits import Limits
+from everstep.faults.situation import Policy
 from everstep.keeper.identity import identity_of
 from everstep.store import OwnerIdentity, open_store
 
@@ -72,6 +75,23 @@ def test_an_incident_is_named_whole_or_by_its_beginning(cli: Any, store: Path) -
     assert missing.exit_code == 1
     assert "The newest: i1, i2, i3" in missing.stderr
     assert cli("explain", "i1", "--last", "--store", store).exit_code == 2
+
+
+def test_what_is_left_is_of_the_limits_of_the_job_and_not_of_who_asks(
+    cli_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = recovered()
+    agent.policy = Policy(limits=Limits(per_fingerprint=None, no_progress=8, window_restarts=9))
+    agent.fails(TIMEOUT)
+    job_of(tmp_path / "store", agent)
+    monkeypatch.setenv("EVERSTEP_WINDOW_RESTARTS", "77")
+    _, status = cli_json("status", "--store", tmp_path / "store")
+    assert status["standing"]["budget"] == [
+        "8 of 8 attempts without progress left", "9 of 9 restarts in 24 h left",
+    ]  # fmt: skip
+    _, told = cli_json("explain", "--store", tmp_path / "store")
+    lines = next(s["lines"] for s in told["explanation"]["sections"] if s["title"] == "budget")
+    assert lines == status["standing"]["budget"]
 
 
 def test_a_job_without_an_incident_says_so(cli: Any, toy_store: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from everstep.core.ids import Point
-from everstep.faults.budget import Limits, cause_of
+from everstep.faults.budget import cause_of
 from everstep.faults.decide import Response, begin, fall, respond
 from everstep.faults.history import (
     AttemptFacts,
@@ -24,6 +24,7 @@ from everstep.faults.history import (
     WordRecord,
     next_sequence,
 )
+from everstep.faults.limits import Limits
 from everstep.faults.records import Verdict
 from everstep.faults.situation import Policy, Situation
 

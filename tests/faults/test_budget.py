@@ -30,9 +30,10 @@ from hypothesis import strategies as st
 from told import TIMEOUT, UNKNOWN, Agent, verdict
 
 from everstep.core import exits
-from everstep.faults.budget import Limits, count, left, nearly_spent, window_frees
+from everstep.faults.budget import count, left, nearly_spent, window_frees
 from everstep.faults.fold import Life, fold
 from everstep.faults.history import AttemptFacts, IncidentRecord, LastWord
+from everstep.faults.limits import Limits
 from everstep.faults.situation import Policy
 
 LIMITS = Limits(window_restarts=12, window_seconds=2000.0)

@@ -29,20 +29,20 @@ def test_what_is_small_and_fresh_stays_as_it_is() -> None:
     assert capped(given_, END, load()) == given_
 
 
-def test_age_is_capped_for_each_kind() -> None:
+def test_age_is_capped_for_all_but_ends() -> None:
     kept = (
         Signal("kernel", OOM, mono=END - BEFORE + 1),
         Signal("gpu", "XID 79", mono=END + AFTER - 1),
-        Signal("log", "near", rank=1, mono=END - 29),
+        Signal("log", "near", rank=1, mono=END - BEFORE + 1),
         Signal("exit", rank=2, mono=END - 4000, exit_code=-9),
         Signal("stack", "of no time"),
     )
     old = (
         Signal("kernel", OOM, mono=END - BEFORE - 1),
         Signal("gpu", "XID 79", mono=END + AFTER + 1),
-        Signal("log", "far", rank=1, mono=END - 31),
+        Signal("log", "far", rank=1, mono=END - BEFORE - 1),
     )
-    found = capped(kept + old, END, load(), node="n-1", output_before=30.0)
+    found = capped(kept + old, END, load(), node="n-1")
     assert found[:-1] == kept
     assert found[-1].source == "agent"
     assert found[-1].node == "n-1"

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from told import EXCEPTION, FOUR, GPU, NAN, SOFT, TIMEOUT, UNKNOWN, Agent, points, verdict
 
 from everstep.core import exits
-from everstep.core.history import Entry
-from everstep.faults.budget import Limits, cause_of
+from everstep.core.history import BODY_BYTES, Entry
+from everstep.faults.budget import cause_of, last_limits
 from everstep.faults.decide import begin, respond
 from everstep.faults.fold import fold
 from everstep.faults.history import (
-    BODY_LIMIT,
     AttemptFacts,
     DecisionRecord,
     LastWord,
@@ -25,6 +24,7 @@ from everstep.faults.history import (
     unpack,
 )
 from everstep.faults.ladder import LADDER
+from everstep.faults.limits import Limits
 from everstep.faults.records import Evidence, Verdict
 from everstep.faults.situation import Policy, Situation
 
@@ -398,16 +398,16 @@ def test_eighty_percent_of_a_budget_are_told() -> None:
 # provisional attempts and late verdicts
 
 
-def test_an_open_incident_makes_a_provisional_attempt_that_holds_its_first_step() -> None:
+def test_an_open_incident_makes_a_provisional_attempt() -> None:
     told = agent()
     told.start()
     decision = told.tells(told.incident(UNKNOWN, closed=False))
-    assert (decision.provisional, decision.hold) == (True, 2.0)
+    assert decision.provisional
     assert told.history().lives[-1].provisional
     known = told.tells(told.incident(UNKNOWN, id="i1", attempt=1, revision=2))
     assert known.action == "continue"
     assert not told.history().lives[-1].provisional
-    assert agent().fails(UNKNOWN).hold == 0.0
+    assert not agent().fails(UNKNOWN).provisional
 
 
 def late(told: Agent, better: Verdict, revision: int = 2, **changes: object) -> DecisionRecord:
@@ -582,18 +582,36 @@ def test_a_later_format_or_a_broken_body_is_named_and_the_rest_is_read() -> None
     assert "format 2; this everstep knows 1" in found.problems[0]
 
 
+def test_every_decision_tells_the_limits_that_it_was_made_by() -> None:
+    mine = Limits(window_restarts=7, per_fingerprint=None, max_restarts=4)
+    told = agent()
+    told.policy = Policy(limits=mine)
+    assert last_limits(told.history()) is None
+    told.start()
+    assert last_limits(told.history()) == mine
+    told.fails(UNKNOWN)
+    told.falls()
+    assert told.last is not None
+    assert told.last.limits == mine
+    found = unpack([pack(record) for record in told.records]).records
+    assert last_limits(fold(found)) == mine
+    told.policy = Policy()
+    told.fails(UNKNOWN)
+    assert last_limits(told.history()) == Limits()
+
+
 def test_evidence_is_cut_to_what_a_record_may_have() -> None:
     told = agent()
     told.start()
     line = Evidence("x" * 10_000 + "\udcff", "log", role="root", why="w\udc80")
     large = verdict(EXCEPTION, evidence=(line,) * 90, discarded=(line,) * 90, message="\udcff")
     entry = pack(told.incident(large))
-    assert len(entry.body) <= BODY_LIMIT
+    assert len(entry.body) <= BODY_BYTES
     found = unpack([entry]).records[0]
     assert found.verdict.evidence  # type: ignore[union-attr]
     assert found.verdict.fault == EXCEPTION.fault  # type: ignore[union-attr]
     many = msgspec.structs.replace(told.incident(EXCEPTION), nodes={"n" * 40: (1,)})
-    assert len(pack(many).body) <= BODY_LIMIT
+    assert len(pack(many).body) <= BODY_BYTES
 
 
 def test_time_between_boots_is_the_wall_clock_and_never_runs_back() -> None:

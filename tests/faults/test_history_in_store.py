@@ -10,9 +10,10 @@ from told import GPU, TIMEOUT, Agent
 
 from everstep.core.clock import SystemClock
 from everstep.errors import StoreError
-from everstep.faults.budget import Limits, count
+from everstep.faults.budget import count
 from everstep.faults.fold import fold
 from everstep.faults.history import Record, pack, unpack
+from everstep.faults.limits import Limits
 from everstep.faults.situation import Policy
 from everstep.store import Job, OwnerIdentity
 from everstep.store.backends.memory import MemoryBackend

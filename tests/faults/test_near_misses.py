@@ -155,10 +155,21 @@ def test_an_error_that_its_rank_went_on_after_ended_nothing() -> None:
     assert judge(log("x", again.encode()), load()).message == "KeyError: 'x'"
 
 
+def test_what_is_raised_while_something_ignored_is_handled_is_ignored_too() -> None:
+    deeper = "\n\nDuring handling of the above exception, another exception occurred:\n\n" + tb(
+        "RuntimeError: cannot close the file"
+    )
+    ignored = "Exception ignored in: <function Loader.__del__ at 0x7f>\n" + tb("KeyError: 'x'")
+    assert judge(log("x", (ignored + deeper).encode()), load()).fault == UNKNOWN
+    raised = judge(log("x", (tb("KeyError: 'x'") + deeper).encode()), load())
+    assert raised.fault == "USER_EXCEPTION"
+
+
 RESTARTS = (
     "[2026-03-01 10:00:00,100] torch.distributed.elastic.agent.server.api: [INFO] [default] Worker group FAILED. 2/3 attempts left; will restart worker group",
     "INFO:torch.distributed.elastic.agent.server.api:[default] Starting worker group",
     "attempt 1 ended: rank 2 ended with code 1; restarting",
+    "everstep 10:00:00 decided: restart on the same nodes as attempt 2, because a restart may help",
 )
 
 

@@ -10,7 +10,6 @@ from histories import World, draw_history
 from told import EXCEPTION, GPU, TIMEOUT, UNKNOWN, Agent, verdict
 
 from everstep.core import exits
-from everstep.faults.budget import Limits
 from everstep.faults.fold import fold
 from everstep.faults.history import (
     AttemptFacts,
@@ -22,6 +21,7 @@ from everstep.faults.history import (
     WordRecord,
     next_sequence,
 )
+from everstep.faults.limits import Limits
 from everstep.faults.outcomes import RESUME_WITHIN, Ending, Outcome, outcomes, seconds
 from everstep.faults.situation import Policy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import msgspec
 import pytest
 from histories import World, draw_history
 from told import EXCEPTION, FOUR, GPU, UNKNOWN, Agent, verdict
@@ -11,7 +12,7 @@ from told import EXCEPTION, FOUR, GPU, UNKNOWN, Agent, verdict
 from everstep.faults.fold import fold
 from everstep.faults.history import AttemptFacts, Cause, ProgressRecord, next_sequence
 from everstep.faults.records import Action, Evidence
-from everstep.faults.situation import Situation
+from everstep.faults.situation import Situation, waiting
 from everstep.faults.standing import Present, standing
 from everstep.faults.tell import ACTIONS, CAUSES, Explanation, explain, newest, ranks, root_of, rows
 from everstep.faults.words import needless, nodes_of, odd_node
@@ -52,6 +53,21 @@ def test_evidence_stands_in_the_order_of_time_with_rank_and_node() -> None:
         "         ?  -  [agent] whenever  (noise)",
     ]
     assert lines(told(agent), "discarded") == ["    9.50 s  rank 3 on b  [log] late  (victim: A)"]
+
+
+def test_spares_that_are_not_known_by_name_are_agents_that_wait() -> None:
+    for count, text in ((1, "an agent that waits"), (2, "2 agents that wait")):
+        agent = Agent(situation=Situation(("a", "b"), spares=waiting(count)))
+        agent.fails(UNKNOWN)
+        assert agent.last is not None
+        nodes = ("a", *waiting(count))
+        moved = msgspec.structs.replace(
+            agent.last, rung=msgspec.structs.replace(agent.last.rung, nodes=nodes)
+        )
+        agent.records[-1] = moved
+        decided = lines(told(agent), "decided")
+        assert f"  nodes: a, {text}" in decided
+        assert "(waiting" not in "\n".join(decided)
 
 
 def test_what_else_was_possible_is_said_with_its_reason() -> None:

@@ -36,6 +36,11 @@ def job_on(backend: MemoryBackend) -> Job:
     return Job(Folder(backend, "a", SETTINGS), SystemClock())
 
 
+def packs_of(memory: MemoryBackend, point: Point) -> list[str]:
+    """Keys of the point's packs, whether an index names them or not."""
+    return sorted(key for key in memory.objects if f"/packs/{point}-" in key)
+
+
 def tiny(world: int = 2, tensors: tuple[Tensor, ...] = TINY) -> MemoryBackend:
     memory = MemoryBackend()
     fill(memory, world, tensors)
@@ -90,7 +95,7 @@ def littered() -> MemoryBackend:
             job.execute(job.retain(Retention(keep_last=1)))
     job.write_rank(world_of(7, 1, 2)[0], facts={}, unique="u")
     whole = memory.objects
-    (named,) = [key for key in job.pack_keys(POINT) if "-rank-00001-" in key]
+    (named,) = [key for key in packs_of(memory, POINT) if "-rank-00001-" in key]
     memory.create(named.replace("-u.pack", "-second.pack"), whole[named])
     job.verify(POINT, deep=True)
     assert {(i.point.step, i.state) for i in job.checkpoints()} == {
@@ -245,7 +250,7 @@ def _outcome(job: Job) -> str:
 def test_a_damaged_chunk_names_key_offset_and_tensor(stored: MemoryBackend) -> None:
     whole = dict(stored.objects)
     chunk = job_on(stored).open_checkpoint(POINT).indexes[0].chunks[0]
-    key = job_on(stored).pack_keys(POINT)[0]
+    key = packs_of(stored, POINT)[0]
     stored.objects = {**whole, key: flipped(whole[key], chunk.offset * 8)}
     requests, _ = requests_of(TINY, 0)
     with pytest.raises(CorruptObject, match=rf"{key} at byte {chunk.offset} .*of w"):
@@ -346,7 +351,7 @@ def test_an_unknown_codec_is_a_newer_format() -> None:
 
 def test_a_pack_of_a_later_version_is_not_verified_and_not_damaged() -> None:
     memory = tiny()
-    key = job_on(memory).pack_keys(POINT)[0]
+    key = packs_of(memory, POINT)[0]
     data = memory.objects[key]
     front = data[-48:-40] + (2).to_bytes(4, "little") + data[-36:-16]
     memory.objects[key] = data[:-48] + front + digest(front)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.history import KINDS, Entry
+from everstep.core.history import BODY_BYTES, KINDS, Entry
 from everstep.core.ids import Point
 from everstep.errors import BadName, CorruptObject, StoreError, UsageError
 from everstep.store import Branch, Job, OwnerIdentity, Retention, keys, open_store, records
@@ -18,7 +18,7 @@ from everstep.store.backends import Backend
 from everstep.store.backends.memory import MemoryBackend
 from everstep.store.digests import digest
 from everstep.store.folder import Folder
-from everstep.store.history import BODY_BYTES, KEEP_BYTES, KEEP_SECONDS
+from everstep.store.history import KEEP_BYTES, KEEP_SECONDS
 from everstep.store.records import HistoryRecord
 from everstep.store.settings import encode, make
 from everstep.testing.faulty import BackendFault, FaultyBackend, Stopped

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from everstep.agent.decide import AttemptEnd, Decision
 from everstep.agent.line import SILENT_SECONDS, StoreSilent
-from everstep.agent.rendezvous import LEADER_SECONDS, NodeEnd, Round, Verdict, poll
+from everstep.agent.rendezvous import LEADER_SECONDS, Announcement, NodeEnd, Round, poll
 from everstep.core import exits
 from everstep.errors import RendezvousLost
 
@@ -84,13 +84,13 @@ def announce(
     """The leader: tell the decision. ``same_nodes``: the next round is one of those here.
     ``leave`` are the nodes that the next attempt does without."""
     code = decision.exit_code if decision.action == "stop" else None
-    said = Verdict(
+    said = Announcement(
         code, decision.reason, decision.warning, same_nodes, delay=decision.delay, leave=leave
     )
     round_.say_decision(said)
 
 
-def hear_verdict(
+def hear_decision(
     round_: Round,
     *,
     meanwhile: Callable[[], None] = lambda: None,
@@ -116,18 +116,17 @@ def hear_verdict(
         return round_.decision() is not None
 
     poll(is_decided, LEADER_SECONDS)
-    verdict = round_.decision()
-    if verdict is None:
+    said = round_.decision()
+    if said is None:
         raise RendezvousLost(
             "the leader of the job (node 0) did not say what comes next.",
             hint="Its agent hangs: end it, and start it again.",
         )
-    if verdict.exit_code is not None:
-        stop = Decision("stop", verdict.exit_code, verdict.reason, verdict.warning)
-        return stop, verdict.same_nodes
-    if round_.node in verdict.leave:
-        return Decision("stop", exits.LEFT_OUT, verdict.reason), False
-    return Decision("restart", 0, verdict.reason, delay=verdict.delay), verdict.same_nodes
+    if said.exit_code is not None:
+        return Decision("stop", said.exit_code, said.reason, said.warning), said.same_nodes
+    if round_.node in said.leave:
+        return Decision("stop", exits.LEFT_OUT, said.reason), False
+    return Decision("restart", 0, said.reason, delay=said.delay), said.same_nodes
 
 
 def part(round_: Round) -> None:

@@ -1,7 +1,7 @@
 """The job's history as this agent reads and writes it: in the store, or beside it for a while.
 
 Owns: where records go while the store is away, and bringing them there later; stamps. Never does:
-know what a record means for the job (:mod:`everstep.agent.respond`). Called by: respond, proof.
+know what a record means for the job (:mod:`everstep.agent.respond`). Called by: respond, lead.
 
 A store may hang and not only fail, so it is asked in a thread and for a limited time: an agent that
 has workers to stop never waits for a disk that does not answer. Writing a record again is harmless.
@@ -91,6 +91,10 @@ class Chronicle:
                        f"{problem}")  # fmt: skip
         return self._known(found.records)
 
+    def known(self) -> tuple[Record, ...]:
+        """The same as it was read last: the store is not asked."""
+        return self._known(unpack(self._entries()).records)
+
     def last_attempt(self) -> AttemptFacts | None:
         """What the store knows of the newest attempt that was claimed: what it restored, and the
         newest step that it committed. None where there was none, or the store is away."""
@@ -123,7 +127,7 @@ class Chronicle:
     def note(self, record: ResultRecord) -> None:
         """Record what nothing waits for: how an incident ended. In the background, and behind all
         that is known of its attempt: readers go by that order, not by clocks."""
-        place = next_sequence(self._known(unpack(self._entries()).records), record.attempt)
+        place = next_sequence(self.known(), record.attempt)
         record = msgspec.structs.replace(record, sequence=place)
         entry = pack(record)
         self._own[entry.body] = record

@@ -22,7 +22,7 @@ from everstep.faults.redact import redacted
 from everstep.keeper.spawn import state_dir
 
 LOOK_SECONDS = 0.1
-"""For every source to look once more before workers are stopped; part of the 0.3 s in all."""
+"""For every source to look once more, after the workers have ended."""
 
 ALL_BYTES, LEAST_BYTES = 8 << 20, 16 << 10
 """Of the evidence of all nodes together, and of one node all the same."""

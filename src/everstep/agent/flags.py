@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         description=(
             "Run a training script as torchrun does, and keep it alive: every torchrun flag and "
             "PET_* variable means what it means there, except that without --max-restarts workers "
-            "are restarted until three attempts in a row make no progress."
+            "are restarted until a budget of the job is used up, or a failure is deterministic."
         ),
         parents=[get_args_parser()],
         add_help=False,  # torchrun's comes with the rest

@@ -23,14 +23,17 @@ from everstep.agent.incident import Case
 from everstep.agent.notify import Notifier
 from everstep.agent.owner import Owner
 from everstep.agent.policy import policy_of
-from everstep.agent.proof import PROVED_SECONDS, Proofs
+from everstep.agent.proof import Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Asked
 from everstep.agent.respond import Responder, newer
 from everstep.core.clock import SystemClock
 from everstep.faults.catalog import Catalog
+from everstep.faults.fold import fold
 from everstep.faults.history import DecisionRecord, ResultRecord
+from everstep.faults.outcomes import RESUME_WITHIN, outcome_of
 from everstep.faults.records import Incident, Signal
+from everstep.faults.tell import how_it_ended
 
 RESUME_TIMES = 3.0
 """A restart may take so many times as long as the slowest that was seen."""
@@ -268,7 +271,7 @@ class Lead:
         """What waits for its proof, of attempts that another agent decided on, waits here."""
         now = time.monotonic()
         for incident, age in self._responder.unproved():
-            if age < PROVED_SECONDS:
+            if age < RESUME_WITHIN:
                 then = now - age
                 self.proofs.begin(incident, since=then, failed=then, ended=then, decided=then)
 
@@ -293,12 +296,14 @@ class Lead:
             # It is told in the attempt that proves it: what is recorded of that one came before.
             result = msgspec.structs.replace(found, attempt=self._record.attempt)
             self._chronicle.note(result)
-            how = "is over: a step past it is committed" if result.success else "was not got over"
+            history = fold(self._chronicle.known(), now=self._chronicle.stamp())
+            outcome = outcome_of(history, result.incident)
+            how = how_it_ended(outcome) if outcome else "its own record cannot be read any more"
             facts = msgspec.structs.asdict(result)
             for name in ("at", "attempt", "sequence"):
                 del facts[name]
             self._record.say(
-                "incident.ended", f"incident {result.incident} {how}", level="debug", **facts
+                "incident.ended", f"incident {result.incident}: {how}", level="debug", **facts
             )
 
 

@@ -137,8 +137,8 @@ class Agent:
         if decision.delay <= 0:
             return decision
         self._record.say(
-            "attempt.waits", f"the next attempt begins in {decision.delay:.0f} s: "
-            f"{decision.reason}", seconds=decision.delay,
+            "attempt.waits", f"the next attempt begins in {decision.delay:.0f} s",
+            seconds=decision.delay, reason=decision.reason,
         )  # fmt: skip
         ready = select.select([self._signals], [], [], decision.delay)[0]
         return self._interrupted() if ready else decision
@@ -292,7 +292,7 @@ class Agent:
                         decision = Decision("stop", exits.LEFT_OUT, decision.reason)
                 else:
                     self._follower = self._owing(round_, plan)
-                    heard = agree.hear_verdict(round_, meanwhile=self._follower.look)
+                    heard = agree.hear_decision(round_, meanwhile=self._follower.look)
                     decision, self._beginning.same_nodes = heard
                 if decision.action == "stop" and decision.exit_code != exits.LEFT_OUT:
                     agree.part(round_)
@@ -358,7 +358,8 @@ class Agent:
         self._record.say(
             "attempt.ended",
             f"attempt {plan.attempt} ended: {_why(decision)}" + ("; restarting" * going_on),
-            level="info" if going_on else "debug",  # what follows says it again
+            # Where this agent decided, it has said so; a stop is said again by what follows.
+            level="info" if going_on and decision.record is None else "debug",
             action=decision.action, exit_code=decision.exit_code, reason=decision.reason,
         )  # fmt: skip
 

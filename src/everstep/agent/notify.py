@@ -1,7 +1,7 @@
 """Telling someone outside: a URL or a command, at a stop and where a budget is nearly spent.
 
 Owns: the message and its way out, in a thread; a receiver that hangs or fails delays nothing.
-Never does: decide what is worth telling. Called by: respond, by way of the loop.
+Never does: decide what is worth telling. Called by: respond, to which lead hands it.
 """
 
 from __future__ import annotations

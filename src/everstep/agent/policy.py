@@ -13,8 +13,8 @@ import msgspec
 
 from everstep.agent.flags import Launch
 from everstep.core.settings import Settings
-from everstep.faults.budget import limits_of
 from everstep.faults.catalog import Catalog, load
+from everstep.faults.limits import limits_of
 from everstep.faults.sieve import Sieve
 from everstep.faults.situation import Policy
 
@@ -33,7 +33,7 @@ def policy_of(launch: Launch) -> Policy:
     settings = launch.settings
     resume = settings.resume_deadline
     return Policy(
-        limits=limits, hold=settings.verdict_deadline, skip_batches=settings.skip_batches,
+        limits=limits, skip_batches=settings.skip_batches,
         in_place=resume, elsewhere=resume, wait=resume, rollback=resume,
     )  # fmt: skip
 

@@ -1,11 +1,12 @@
 """Proof of resume (F7): what became of each incident, with the time that every phase took.
 
 Owns: the incidents that are not yet proved, and their times. Pure but for what it is told: times
-come in as arguments (seconds of CLOCK_MONOTONIC on this host). Never does: I/O. Called by: the loop
-and supervise, which write the records that it gives.
+come in as arguments (seconds of CLOCK_MONOTONIC on this host). Never does: I/O. Called by: lead,
+which writes the records that it gives, and supervise, which tells it of restores and steps.
 
-An incident is proved when a step past the failing one is committed within :data:`PROVED_SECONDS`;
-failures on the way belong to incidents of their own.
+An incident is proved when a step past the failing one is committed in time
+(:data:`~everstep.faults.outcomes.RESUME_WITHIN`); failures on the way belong to incidents of their
+own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.faults.history import IncidentRecord, ResultRecord, Stamp
-
-PROVED_SECONDS = 30 * 60.0
+from everstep.faults.outcomes import RESUME_WITHIN
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Proofs:
 
 
 def _in_time(trial: _Trial, now: float) -> bool:
-    return now - trial.failed <= PROVED_SECONDS
+    return now - trial.failed <= RESUME_WITHIN
 
 
 def _result(

@@ -52,7 +52,7 @@ POLL_SECONDS = 0.005
 GATHER_SECONDS = 60.0
 """For the agents of a round to say what they are: each has just come out of the rendezvous."""
 AGAIN_SECONDS = 20.0
-"""The same, where each has just heard the leader's verdict."""
+"""The same, where each has just heard the leader's decision."""
 PLAN_SECONDS = 300.0
 """For the leader to claim the attempt in the store and to begin it at its keeper."""
 CONNECT_SECONDS = 2.0
@@ -154,8 +154,8 @@ class Plan(msgspec.Struct, frozen=True):
 class NodeEnd(msgspec.Struct, frozen=True):
     """How a node's workers ended, and what its agent learnt from its keeper. ``finished`` is the
     newest step that all its workers have finished (-1: unknown), ``steps`` that of each rank,
-    ``signals`` what was seen of the failure here, ``seconds`` the time since the attempt began
-    at the first of it."""
+    ``signals`` what was seen of the failure here, ``age`` for how many seconds a hang had lasted
+    when it was acted on (0: it was no hang)."""
 
     workers: tuple[tuple[int, int, bool], ...] = ()
     restored: int = -1
@@ -178,10 +178,10 @@ class NodeEnd(msgspec.Struct, frozen=True):
         return tuple(WorkerEnd(*worker) for worker in self.workers)
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """The leader's decision: ``exit_code`` None means the next round, ``same_nodes`` that it is
-    one of the nodes that are here (see :meth:`Meeting.again`), after ``delay`` seconds. The nodes
-    ``leave`` have no part in it."""
+class Announcement(msgspec.Struct, frozen=True):
+    """The leader's decision, as it tells the others: ``exit_code`` None means the next round,
+    ``same_nodes`` that it is one of the nodes that are here (see :meth:`Meeting.again`), after
+    ``delay`` seconds. The nodes ``leave`` have no part in it."""
 
     exit_code: int | None
     reason: str
@@ -310,8 +310,8 @@ class Round:
             one for said in found for one in msgspec.json.decode(said, type=tuple[Signal, ...])
         )
 
-    def say_decision(self, verdict: Verdict) -> None:
-        self._put(_DECISION, verdict)
+    def say_decision(self, said: Announcement) -> None:
+        self._put(_DECISION, said)
 
     def say_parted(self) -> None:
         """Tell the leader, whose process holds the store, that this node has read everything."""
@@ -320,10 +320,10 @@ class Round:
     def all_parted(self) -> bool:
         return bool(self._store.check([f"{_PARTED}{k}" for k in range(self.nodes)]))
 
-    def decision(self) -> Verdict | None:
+    def decision(self) -> Announcement | None:
         if not self._store.check([_DECISION]):
             return None
-        return msgspec.json.decode(self._store.get(_DECISION), type=Verdict)
+        return msgspec.json.decode(self._store.get(_DECISION), type=Announcement)
 
     def _put(self, key: str, record: msgspec.Struct) -> None:
         self._store.set(key, msgspec.json.encode(record).decode())

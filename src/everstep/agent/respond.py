@@ -42,8 +42,10 @@ from everstep.faults.history import (
 from everstep.faults.judge import judge
 from everstep.faults.records import UNKNOWN, Incident, Signal, Verdict
 from everstep.faults.rules import describe
-from everstep.faults.situation import Policy, Situation
+from everstep.faults.series import first_symptom
+from everstep.faults.situation import Policy, Situation, waiting
 from everstep.faults.suspicion import excluded, standings
+from everstep.faults.tell import what_is_done
 from everstep.faults.words import needless, word_of
 
 Draw = Callable[[], float]
@@ -286,6 +288,7 @@ class Responder:
             closed=closed,
             nodes=case.nodes,
             pods=case.pods,
+            first_symptom=first_symptom(verdict),
             last_word=told.LastWord(word.exit_code, word.reason) if word else None,
         )
 
@@ -314,9 +317,12 @@ class Responder:
         if incident is not None:
             self._say_incident(incident)
         self._record.say(
-            "decision.made", f"{made.action}: {made.reason}", level="debug",
+            "decision.made", f"decided: {what_is_done(made)}",
+            # What starts, and what stops, is said by the line that does it.
+            level="info" if made.incident and not made.stops else "debug",
             action=made.action, incident=made.incident, begins=made.begins,
             provisional=made.provisional, budget=dict(made.budget), advice=made.advice,
+            reason=made.reason,
         )  # fmt: skip
         for alert in made.alerts:
             self._record.say("fault.alert", alert, level="warning", incident=made.incident)
@@ -356,11 +362,6 @@ def _nodes_changed(case: Case) -> Verdict:
     return Verdict(
         UNKNOWN, "scheduler", "restart_in_place", message=first(case.end), confidence=1.0
     )
-
-
-def waiting(count: int) -> tuple[str, ...]:
-    """Agents that wait to be let in say only that they do: their nodes are not known by name."""
-    return tuple(f"(waiting {n})" for n in range(1, count + 1))
 
 
 def newer(past: Sequence[Record], decision: DecisionRecord, attempt: int) -> DecisionRecord:

@@ -21,9 +21,10 @@ from rich.markup import escape
 from everstep.cli.places import one_job
 from everstep.cli.report import mark, reporter
 from everstep.core.settings import from_environment
-from everstep.faults.budget import Limits, limits_of
+from everstep.faults.budget import last_limits
 from everstep.faults.fold import History, fold
 from everstep.faults.history import Record, Stamp, Word, pack, unpack
+from everstep.faults.limits import Limits, limits_of
 from everstep.faults.standing import Present
 from everstep.faults.words import needless, odd_node, word_of
 from everstep.keeper.identity import host_name, identity_of, is_alive
@@ -35,7 +36,8 @@ FORMAT = "everstep.word/1"
 
 class Past(NamedTuple):
     """``highest`` is the newest attempt that is known of, ``problems`` names the records that
-    cannot be read; ``limits`` are those that this environment's settings give."""
+    cannot be read; ``limits`` are those of the job's newest decision, where there is one, else what
+    this environment's settings give."""
 
     job: Job
     url: str
@@ -73,17 +75,18 @@ def past_of(store: str, name: str | None) -> Past:
     found = job.history(cache=cache_place())
     told = unpack(found.entries)
     claims = job.highest_claim()
-    now = stamp(time.time())
+    highest = max(claims, found.highest)
+    history = fold(told.records, highest_claim=highest, now=stamp(time.time()))
     options = f"--store {shlex.quote(opened.url)} --job {job.name}"
     return Past(
         job=job,
         url=opened.url,
         records=told.records,
-        history=fold(told.records, highest_claim=max(claims, found.highest), now=now),
-        highest=max(claims, found.highest),
+        history=history,
+        highest=highest,
         problems=(*found.problems, *told.problems),
         present=Present(_owner(job), claims, options),
-        limits=limits_of(from_environment(os.environ)),
+        limits=last_limits(history) or limits_of(from_environment(os.environ)),
     )
 
 

@@ -12,7 +12,8 @@ import msgspec
 
 Kind = Literal["incident", "decision", "progress", "result", "word"]
 KINDS: tuple[str, ...] = get_args(Kind)
-MAX_SEQUENCE = 10**6 - 1
+BODY_BYTES = 64 << 10
+"""Bytes that a body may have at most."""
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -25,13 +25,9 @@ MOST_BYTES = 256 << 10
 LONGEST = MOST_BYTES // 8
 """Bytes of one signal's text: a rank's whole output comes as one."""
 BEFORE, AFTER = 600.0, 300.0
-"""Seconds around the end within which a fact of a node belongs to it."""
-OUTPUT_BEFORE = 600.0
-"""Seconds before the end for what ranks printed."""
+"""Seconds around the end within which what was seen belongs to it."""
 NOTE = 512
 """Bytes that are held back for the word of what was left out."""
-
-_HEALTH = frozenset(("kernel", "gpu", "kubernetes", "slurm", "agent"))
 
 
 def capped(
@@ -41,7 +37,6 @@ def capped(
     *,
     node: str | None = None,
     most_bytes: int = MOST_BYTES,
-    output_before: float = OUTPUT_BEFORE,
 ) -> tuple[Signal, ...]:
     """The signals of ``node`` that are kept, in their order, at most ``most_bytes`` as JSON.
 
@@ -50,7 +45,7 @@ def capped(
     secret that is cut in two neither half is known for one.
     """
     given = list(dict.fromkeys(signals))
-    fresh = [signal for signal in given if _is_fresh(signal, ended, output_before)]
+    fresh = [signal for signal in given if _is_fresh(signal, ended)]
     short = [_shortened(signal, catalog, most_bytes) for signal in fresh]
     kept = _chosen(short, ended, catalog, most_bytes - NOTE)
     cut = sum(a is not b for a, b in zip(short, fresh, strict=True))
@@ -58,12 +53,10 @@ def capped(
     return (*kept, Signal("agent", note, node=node)) if note else tuple(kept)
 
 
-def _is_fresh(signal: Signal, ended: float, output_before: float) -> bool:
+def _is_fresh(signal: Signal, ended: float) -> bool:
     if signal.mono is None or signal.source == "exit":
         return True
-    if signal.source in _HEALTH:
-        return ended - BEFORE <= signal.mono <= ended + AFTER
-    return ended - output_before <= signal.mono <= ended + AFTER
+    return ended - BEFORE <= signal.mono <= ended + AFTER
 
 
 def _shortened(signal: Signal, catalog: Catalog, most_bytes: int) -> Signal:

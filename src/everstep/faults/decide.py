@@ -134,6 +134,7 @@ def fall(
         ends_running="fell" if lived else "",
         excluded=(),
         alerts=(),
+        limits=policy.limits,
     )
     history = fold([*past, fallen], highest_claim=claimed, now=at)
     budgets = budget.count(history, policy.limits)
@@ -269,6 +270,7 @@ def _again(
         sequence=next_sequence(past, decision.attempt),
         excluded=(),
         ends_running="",
+        limits=policy.limits,
     )
     return Response((record,), record)
 
@@ -319,6 +321,7 @@ def _start(
         sequence=next_sequence(past, attempt),
         begins=attempt + 1,
         budget=budget.left(_with_this(budgets, history, attempt > 0), None, policy.limits),
+        limits=policy.limits,
     )
     taken = bool(history.lives) and history.lives[-1].cause == "external"
     if spent is not None and taken and budgets.useful and not budgets.stuck:
@@ -357,7 +360,6 @@ def _record(
     budgets = _with_this(budget.count(history, policy.limits), history, begins)
     near = budget.nearly_spent(budgets, incident, policy.limits)
     alerts = (*draft.alerts, *(f"80 % of the {name} budget are spent" for name in near))
-    provisional = begins and not incident.closed
     return DecisionRecord(
         id=f"{incident.id}.{incident.revision}",
         attempt=attempt,
@@ -376,13 +378,13 @@ def _record(
         avoided=draft.avoided,
         exit_code=draft.exit_code,
         final=draft.final,
-        provisional=provisional,
-        hold=policy.hold if provisional else 0.0,
+        provisional=begins and not incident.closed,
         replay=draft.replay,
         skip=draft.skip,
         alerts=tuple(dict.fromkeys(alerts)),
         advice=draft.advice,
         budget=budget.left(budgets, incident, policy.limits),
+        limits=policy.limits,
     )
 
 

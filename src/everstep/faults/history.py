@@ -12,15 +12,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from everstep.core.history import Entry, Kind
+from everstep.core.history import BODY_BYTES, Entry, Kind
 from everstep.core.ids import Point
+from everstep.faults.limits import Limits
 from everstep.faults.records import Action, Evidence, Verdict
 
 FORMAT = 1
 """Of the bodies below. A body of a later one is refused by name, never guessed at."""
-
-BODY_LIMIT = 64 << 10
-"""Bytes of one record: evidence beyond it is left out, the rest counts for ever."""
 
 _TEXT_LIMIT = 2000
 
@@ -148,9 +146,9 @@ class DecisionRecord(
     holds what is tried after ``rung`` (the action itself), in order. ``ends_running`` says that it
     ends the attempt ``attempt``, which runs. ``excluded`` are nodes that get no work from now on,
     ``avoided`` those that only this attempt leaves out. ``provisional``: its incident is still
-    open; ``hold`` is how long (seconds) the first optimizer step waits for the verdict. ``replay``:
-    an exact replay, as a diagnosis. ``skip`` are steps whose batches are left out. ``advice`` is
-    what would have been done, where it was only to be said."""
+    open. ``replay``: an exact replay, as a diagnosis. ``skip`` are steps whose batches are left
+    out. ``advice`` is what would have been done, where it was only to be said. ``budget`` is what
+    is left then of ``limits``, by which it was made."""
 
     id: str
     attempt: int
@@ -170,12 +168,12 @@ class DecisionRecord(
     exit_code: int = 0
     final: bool = False
     provisional: bool = False
-    hold: float = 0.0
     replay: bool = False
     skip: tuple[int, ...] = ()
     alerts: tuple[str, ...] = ()
     advice: str = ""
     budget: Mapping[str, int] = {}
+    limits: Limits | None = None
 
     @property
     def action(self) -> Action:
@@ -262,7 +260,7 @@ _KINDS: dict[type, Kind] = {
 
 def pack(record: Record) -> Entry:
     """The record's form for the store. Equal records give equal bytes. Evidence is cut where the
-    record would be larger than ``BODY_LIMIT``."""
+    record would be larger than ``BODY_BYTES``."""
     if isinstance(record, IncidentRecord):
         record = _bounded(record)
     return Entry(_KINDS[type(record)], record.attempt, record.sequence, FORMAT, encode(record))
@@ -324,7 +322,7 @@ def _bounded(record: IncidentRecord) -> IncidentRecord:
         discarded=tuple(map(_short, verdict.discarded)),
     )
     record = msgspec.structs.replace(record, verdict=verdict)
-    while len(encode(record)) > BODY_LIMIT and (verdict.discarded or verdict.evidence):
+    while len(encode(record)) > BODY_BYTES and (verdict.discarded or verdict.evidence):
         verdict = msgspec.structs.replace(
             verdict,
             discarded=verdict.discarded[: len(verdict.discarded) // 2],

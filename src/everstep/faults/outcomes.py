@@ -2,8 +2,8 @@
 
 Owns: what success is. It is the first newly committed step past the failing one, within 30 minutes
 and with no human in between, over all incidents that were not meant to stop. Never does: I/O,
-clocks, decide; nothing is charged or refilled by it. Called by: the commands and the agent that
-tell of it.
+clocks, decide; nothing is charged or refilled by it. Called by: tell and standing,
+for the commands; lead and proof in the agent, which ends its incidents by the same rule.
 """
 
 from __future__ import annotations
@@ -95,6 +95,12 @@ def outcomes(history: History) -> Outcomes:
         by_class={name: figures(i for i in each if i.fault == name) for name in classes},
         each=each,
     )
+
+
+def outcome_of(history: History, incident: str) -> Outcome | None:
+    """What became of one of them; None where the history has none of that id."""
+    index = _Index(history)
+    return _Judge(index, incident).outcome() if incident in index.first else None
 
 
 def figures(each: Iterable[Outcome]) -> Figures:

@@ -15,6 +15,7 @@ from statistics import median
 
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact
+from everstep.faults.records import Verdict
 from everstep.faults.scene import Beat, Scene
 
 JUMP = 1.6
@@ -33,12 +34,9 @@ _LOSS = re.compile(
     r"|train[ _])?loss\b[\"']?[ =:]*(?P<loss>[-+\d.eE]+|nan|inf)"
 )
 STEP = re.compile(r"(?i)\b(?:global_?)?(?:step|iter(?:ation)?)[ =:#]+(?P<step>\d+)")
+_NOT_FINITE = re.compile(r"\bEVS-900: rank \d+: non-finite value at step (?P<step>\d+)")
 _SUM = re.compile(r"(?i)\brank (\d+)[ =:]+(?:0x)?([0-9a-f]{6,64})\b")
 _COMPUTE = re.compile(r"\bcompute_s=(?P<compute>[\d.]+)(?:.*?\bwait_s=(?P<wait>[\d.]+))?")
-_TREND = re.compile(
-    r"(?i)\bloss[ =:]+(?P<loss>[\d.]+)[^\n]{0,20}\b(?:trend|average|mean"
-    r"|expected)[ =:]+(?P<level>[\d.]+)"
-)
 _COLLECTIVE = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|collective|\bcomm\b|communicat"
     r"|wait"
@@ -145,6 +143,17 @@ def step_of(scene: Scene, facts: Iterable[Fact]) -> int | None:
     }
     told = [int(found["step"]) for text in texts for found in STEP.finditer(text)]
     return max(told or beats, default=None)
+
+
+def first_symptom(verdict: Verdict) -> int | None:
+    """The step at which values were no numbers first, where a rank says so of an earlier one than
+    the step that the verdict is of. Only everstep's own lines count: a program may count its steps
+    otherwise."""
+    if verdict.domain != "numerical" or verdict.step is None:
+        return None
+    found = (_NOT_FINITE.search(item.text) for item in verdict.evidence)
+    first = min((int(at["step"]) for at in found if at), default=verdict.step)
+    return first if first < verdict.step else None
 
 
 def waiting_in(beats: list[Beat], lines: list[Line]) -> set[int]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.faults.budget import Limits
 from everstep.faults.history import Mode, RecoveryPoint
+from everstep.faults.limits import Limits
 from everstep.faults.suspicion import Rules
+
+_WAITING = "(waiting "
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -33,16 +35,14 @@ class Situation(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What is wanted. Times are seconds. ``mode`` None: as the operator said last. ``hold``: how
-    long the first optimizer step waits for a verdict. ``in_place`` to ``rollback``: how long each
-    rung may take until the first new step. Waits grow from ``wait_first`` by ``wait_factor`` to
-    ``wait_most``. ``skip_batches``: the user allows to leave out batches that give no finite
-    values."""
+    """What is wanted. Times are seconds. ``mode`` None: as the operator said last. ``in_place`` to
+    ``rollback``: how long each rung may take until the first new step. Waits grow from
+    ``wait_first`` by ``wait_factor`` to ``wait_most``. ``skip_batches``: the user allows to leave
+    out batches that give no finite values."""
 
     limits: Limits = Limits()
     rules: Rules = Rules()
     mode: Mode | None = None
-    hold: float = 2.0
     in_place: float = 180.0
     elsewhere: float = 600.0
     wait: float = 3600.0
@@ -51,3 +51,14 @@ class Policy(msgspec.Struct, frozen=True):
     wait_factor: float = 4.0
     wait_most: float = 1800.0
     skip_batches: bool = False
+
+
+def waiting(count: int) -> tuple[str, ...]:
+    """Spares of which nothing but their number is known: agents that wait to be let in do not say
+    which nodes they are of."""
+    return tuple(f"{_WAITING}{n})" for n in range(1, count + 1))
+
+
+def is_waiting(node: str) -> bool:
+    """Whether that is no node's name, but stands for an agent that waits."""
+    return node.startswith(_WAITING)

@@ -10,7 +10,6 @@ from typing import Literal
 import msgspec
 
 from everstep.core.events import counted
-from everstep.faults.budget import Limits
 from everstep.faults.fold import History
 from everstep.faults.history import (
     DecisionRecord,
@@ -19,6 +18,7 @@ from everstep.faults.history import (
     ResultRecord,
     WordRecord,
 )
+from everstep.faults.limits import Limits
 from everstep.faults.outcomes import Figures, outcomes
 from everstep.faults.suspicion import Rules, standings
 from everstep.faults.tell import LIMITS, RETRY, budget_left

@@ -1,7 +1,7 @@
 """What happened to a job, in words: one incident explained, and the table of all.
 
 Owns: the texts, so that commands, JSON and events say the same. Never does: I/O, clocks, layout.
-Called by: the commands, and the agent where it tells people of an incident.
+Called by: the commands; lead and respond in the agent, for its events and what people see of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import msgspec
 
 from everstep.core.events import counted
 from everstep.faults import budget, rules
-from everstep.faults.budget import Limits
 from everstep.faults.fold import History, Life
 from everstep.faults.history import (
     DecisionRecord,
@@ -22,8 +21,10 @@ from everstep.faults.history import (
     Rung,
     WordRecord,
 )
-from everstep.faults.outcomes import Outcome, outcomes
+from everstep.faults.limits import Limits
+from everstep.faults.outcomes import Outcome, outcome_of, outcomes
 from everstep.faults.records import Evidence, Verdict
+from everstep.faults.situation import is_waiting
 
 LIMITS = Limits()
 TEXT = 200
@@ -100,7 +101,7 @@ class Row(msgspec.Struct, frozen=True):
 def explain(history: History, name: str, limits: Limits = LIMITS) -> Explanation | None:
     """The incident of that id, None where the history has none."""
     incident = history.incident(name)
-    found = outcomes(history).of(name)
+    found = outcome_of(history, name)
     if incident is None or found is None:
         return None
     decisions = tuple(history.decisions(name))
@@ -177,6 +178,25 @@ def result_of(found: Outcome) -> str:
     return "recovered" if took is None else f"recovered in {took:.1f} s"
 
 
+def what_is_done(decision: DecisionRecord) -> str:
+    """A decision in one line: the action, the attempt that it begins or the code that it ends
+    with, and why."""
+    done = ACTIONS[decision.action]
+    begun = f" as attempt {decision.begins}" if decision.begins is not None else ""
+    why = decision.rung.why or decision.reason
+    code = f" with exit code {decision.exit_code}" if decision.stops else ""
+    return f"{done}{begun}{code}, because {why}" if why else f"{done}{begun}{code}"
+
+
+def how_it_ended(found: Outcome) -> str:
+    """How an incident ended, in one line with what proves it."""
+    if found.ending == "recovered":
+        return f"recovered: {'; '.join(_proof(found))}"
+    if found.ending == "stopped":
+        return f"stopped, as it was meant: {found.why}"
+    return f"{found.ending}: {found.why}"
+
+
 def moment(wall: float) -> str:
     """``2026-11-30 19:40:12 UTC``."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
@@ -221,30 +241,14 @@ def _headline(
     what = f"{rules.describe(incident)}, attempt {incident.attempt}"
     decision = _that_counts(decisions)
     if decision is None:
-        return what, "nothing is decided yet", _how(found)
-    return what, f"decided: {_what_is_done(decision)}", _how(found)
+        return what, "nothing is decided yet", how_it_ended(found)
+    return what, f"decided: {what_is_done(decision)}", how_it_ended(found)
 
 
 def _that_counts(decisions: Sequence[DecisionRecord]) -> DecisionRecord | None:
     """The last that begins or stops something, else the last."""
     found = [d for d in decisions if d.begins is not None or d.stops]
     return next(reversed(found or list(decisions)), None)
-
-
-def _what_is_done(decision: DecisionRecord) -> str:
-    done = ACTIONS[decision.action]
-    begun = f" as attempt {decision.begins}" if decision.begins is not None else ""
-    why = decision.rung.why or decision.reason
-    code = f" with exit code {decision.exit_code}" if decision.stops else ""
-    return f"{done}{begun}{code}, because {why}" if why else f"{done}{begun}{code}"
-
-
-def _how(found: Outcome) -> str:
-    if found.ending == "recovered":
-        return f"recovered: {'; '.join(_proof(found))}"
-    if found.ending == "stopped":
-        return f"stopped, as it was meant: {found.why}"
-    return f"{found.ending}: {found.why}"
 
 
 def _proof(found: Outcome) -> list[str]:
@@ -297,7 +301,7 @@ def _verdict(incident: IncidentRecord) -> list[str]:
 def _decided(decisions: Sequence[DecisionRecord]) -> list[str]:
     lines: list[str] = []
     for decision in decisions:
-        lines.append(f"{moment(decision.at.wall)}  {_what_is_done(decision)}")
+        lines.append(f"{moment(decision.at.wall)}  {what_is_done(decision)}")
         lines += [f"  {text}" for text in _particulars(decision)]
     return lines
 
@@ -306,7 +310,7 @@ def _particulars(decision: DecisionRecord) -> list[str]:
     rung = decision.rung
     lines = []
     if rung.nodes:
-        lines.append(f"nodes: {', '.join(rung.nodes)}")
+        lines.append(f"nodes: {_named(rung.nodes)}")
     if rung.recovery is not None:
         lines.append(f"from step {rung.recovery.point.step} ({rung.recovery.tier})")
     if rung.delay:
@@ -324,6 +328,15 @@ def _particulars(decision: DecisionRecord) -> list[str]:
     if decision.advice:
         lines.append(f"only advised: {decision.advice}")
     return [*lines, *(f"alert: {text}" for text in decision.alerts)]
+
+
+def _named(nodes: Sequence[str]) -> str:
+    """The nodes' names; those that only wait have none yet."""
+    names = [node for node in nodes if not is_waiting(node)]
+    count = len(nodes) - len(names)
+    if count:
+        names.append("an agent that waits" if count == 1 else f"{count} agents that wait")
+    return ", ".join(names)
 
 
 def _otherwise(decisions: Sequence[DecisionRecord]) -> list[str]:
@@ -373,7 +386,7 @@ def word_text(word: WordRecord) -> str:
 def _ended(
     found: Outcome, decisions: Sequence[DecisionRecord], results: Sequence[ResultRecord]
 ) -> list[str]:
-    lines = [_how(found)]
+    lines = [how_it_ended(found)]
     for result in results:
         told = [f"{name.replace('_', ' ')} {took:.2f} s" for name, took in _times(result)]
         if told:

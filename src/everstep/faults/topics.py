@@ -25,7 +25,8 @@ TOPICS: dict[str, str] = {
     ),
     "restart": (
         r"(?i)will restart worker group|restarting worker group|starting worker group"
-        r"|restart_count=[1-9]|attempt \d+ ended: .*restarting|DUE TO JOB REQUEUE"
+        r"|restart_count=[1-9]|attempt \d+ ended: .*restarting|decided: .* as attempt \d"
+        r"|DUE TO JOB REQUEUE"
     ),
     "end of the run": r"(?i)train|final|max_steps|finish|complete|^done|step:? \d+ ?(?:/|of) ?\d",
     "place": (

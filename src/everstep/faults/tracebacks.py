@@ -37,20 +37,18 @@ _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python\d|^<frozen|^<string|/torch/(?:nn|distributed|utils"
     r"|autograd|_)"
 )
-_LEVEL = re.compile(r"^(?:ERROR|CRITICAL|FATAL)?[:| -]*")
 
 
 @dataclass(frozen=True)
 class Raised:
     """One exception of one rank. ``line`` is the line with its type; ``frame`` the last frame of
-    the program (``file:line name``), or of anything where there is none. ``chained``: another one
-    followed it in one chain. ``ignored``: Python itself said that it was ignored."""
+    the program (``file:line name``), or of anything where there is none. ``ignored``:
+    Python itself said that it, or the one before it in its chain, was ignored."""
 
     line: Line
     type: str
     message: str
     frame: str
-    chained: bool = False
     ignored: bool = False
 
     @property
@@ -86,9 +84,7 @@ def _of_stream(lines: list[Line], speaking: set[int]) -> list[Raised]:
             inside = True
             frames.append(frame)
         elif _LINKED.search(text):
-            if found:
-                last = found.pop()
-                found.append(Raised(last.line, last.type, last.message, last.frame, True))
+            ignored = bool(found) and found[-1].ignored
         elif raised := _raised(text, inside):
             said = raised["message"] or ""
             if (

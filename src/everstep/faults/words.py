@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.errors import UsageError
-from everstep.faults.budget import Limits, count
+from everstep.faults.budget import count
 from everstep.faults.fold import History
 from everstep.faults.history import (
     DecisionRecord,
@@ -20,6 +20,7 @@ from everstep.faults.history import (
     WordRecord,
     next_sequence,
 )
+from everstep.faults.limits import Limits
 from everstep.faults.suspicion import Rules, standings
 
 MOST = 500

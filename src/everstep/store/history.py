@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from everstep.core import points
-from everstep.core.history import Entry
+from everstep.core.history import BODY_BYTES, Entry
 from everstep.errors import (
     CorruptObject,
     NewerFormat,
@@ -23,9 +23,6 @@ from everstep.store.backends import ObjectInfo
 from everstep.store.digests import digest
 from everstep.store.folder import Folder
 from everstep.store.records import KINDS, HistoryRecord
-
-BODY_BYTES = 64 << 10
-"""Bytes that a body may have at most."""
 
 KEEP_SECONDS = 180 * 24 * 3600.0
 KEEP_BYTES = 64 << 20

@@ -20,7 +20,6 @@ from everstep.store import (
     catalog,
     commit,
     history,
-    keys,
     read,
     retention,
     surroundings,
@@ -257,7 +256,3 @@ class Job:
     def exists(self) -> bool:
         """Whether anyone ever claimed or wrote under this name."""
         return next(iter(self._folder.list("")), None) is not None
-
-    def pack_keys(self, point: Point) -> Sequence[str]:
-        """Whole keys of the point's packs, whether an index names them or not."""
-        return [self._folder.key(info.key) for info in self._folder.list(keys.pack_prefix(point))]

@@ -59,10 +59,6 @@ def pack(point: Point, rank: int, unique: str) -> str:
     return key
 
 
-def pack_prefix(point: Point) -> str:
-    return f"{PACKS}{point}-rank-"
-
-
 def claim(attempt: int) -> str:
     return f"{ATTEMPTS}{attempt:06d}/claim"
 

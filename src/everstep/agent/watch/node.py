@@ -75,12 +75,6 @@ class NodeWatch:
             self._watched[source.name] = one
         one.thread.start()
 
-    def drop(self, name: str) -> None:
-        """Look at a source no more, and forget its signals. Waits for nothing."""
-        with self._lock:
-            self._watched.pop(name).stopped = True
-            self._work.notify_all()
-
     def since(self, mono: float = -math.inf) -> tuple[Signal, ...]:
         """The signals that arrived at ``mono`` (CLOCK_MONOTONIC) or later, in the order of their
         arrival. A signal's own ``mono`` may be earlier: kernels stamp their lines themselves."""
