@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import Agent, Start
+from forked import Agent, Start, rendezvous, wait_for
 
 from everstep.core import exits, points
 from everstep.faults.fold import History, fold
@@ -44,7 +44,7 @@ print("end", [p.detach().numpy().tobytes().hex() for p in model.parameters()])
 
 AFTER_THE_DECISION, BEFORE_THE_RECORD = "agent.decision.after_write", "store.history.before_create"
 MOMENTS = [
-    pytest.param("agent.claim.after_write", 1, [1, 3], id="claimed"),
+    pytest.param("agent.claim.after_write", 1, [1, 3], id="claimed", marks=pytest.mark.soak),
     pytest.param(AFTER_THE_DECISION, 0, [1, 2], id="decided-to-start", marks=pytest.mark.soak),
     pytest.param("agent.claim.after_write", 0, [2, 3], id="claimed-first", marks=pytest.mark.soak),
     pytest.param(BEFORE_THE_RECORD, 0, [1, 2], id="before-any-record", marks=pytest.mark.soak),
@@ -81,8 +81,8 @@ def start_dying(start: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     return begin
 
 
-def job_in(folder: Path) -> Job:
-    return open_store(str(folder / "everstep-store")).job("toy")
+def job_in(folder: Path, name: str = "toy") -> Job:
+    return open_store(str(folder / "everstep-store")).job(name)
 
 
 def history_of(job: Job) -> History:
@@ -153,3 +153,33 @@ def test_a_decision_is_in_the_store_before_anything_of_it_is_done(
     assert [e.attempt for e in dead.events("workers.started")] == [1]
     assert not dead.events("decision.made")[1:], "nor is it told before"
     assert_carried_on(start, tmp_path, [1, 2])
+
+
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.soak)])
+def test_a_leader_that_dies_before_it_announces_has_decided_for_the_next(
+    start: Start, start_dying: Start, tmp_path: Path, backend: str
+) -> None:
+    """F6: the others wait for one in its place, which finds what was decided and carries it out."""
+    script = """
+import os, signal, time
+if os.environ["RANK"] == "1" and not os.path.exists("killed"):
+    open("killed", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+"""
+    flags = rendezvous(backend, (1, 1))
+    dead = start_dying("agent.decision.before_announce", 0, *flags[0], script=script)
+    follower = start(*flags[1], script=script)
+    assert dead.wait() == -signal.SIGKILL, dead.said()
+    wait_for(lambda: "Waiting for it to come back" in follower.said(), follower.said)
+    job = job_in(tmp_path, "two")
+    decided = history_of(job).decisions()[-1]
+    assert (decided.begins, job.highest_claim()) == (2, 1)
+    (tmp_path / "go").touch()
+    new = start(*flags[0], script=script)
+    assert [new.wait(), follower.wait()] == [exits.FINISHED] * 2, new.said() + follower.said()
+    history = history_of(job)
+    assert [len(life.incidents) for life in history.lives] == [1, 0]
+    assert len(history.restarts) == 1
+    assert {e.attempt for e in new.events("attempt.started")} == {1, 2}
