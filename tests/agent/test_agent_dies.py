@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from forked import Agent, Start, rendezvous, wait_for
@@ -57,25 +57,15 @@ MOMENTS = [
 """Where the first agent dies, at which pass, and the attempts that agents have begun in the end."""
 
 
-def dies_at(point: str, passes: int) -> Callable[[str], None]:
-    left = [passes]
-
-    def reach(name: str) -> None:
-        if name == point:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return reach
-
-
 @pytest.fixture
 def start_dying(start: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     """``start_dying(point, passes, *arguments, ...)``: an agent that dies there."""
 
     def begin(point: str, passes: int, *arguments: str, **more: str) -> Agent:
+        fault = points.Fault(point, "kill", after=passes)
+        plan = points._load(msgspec.json.encode([fault]).decode())
         with monkeypatch.context() as patched:
-            patched.setattr(points, "_reach", dies_at(point, passes))
+            patched.setattr(points, "_plan", plan)
             return start(*arguments, **more)
 
     return begin
