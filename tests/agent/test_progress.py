@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from click.testing import CliRunner
 from forked import Start
 
+from everstep.cli import main
 from everstep.core import exits
 
 # Workers forked from an agent that has imported torch's compiler with its first optimizer.
@@ -50,3 +55,41 @@ def test_a_job_that_was_stopped_for_good_is_not_started_again(start: Start) -> N
     assert again.wait() == exits.REPEATED, again.said()
     assert not again.events("attempt.started")[2:]
     assert "retry --reset-budget" in again.said()
+
+
+EVERY_RANK_FAILS = """
+import everstep, os
+
+class Counter:
+    count = 0
+    def state_dict(self): return {"count": self.count}
+    def load_state_dict(self, state): self.count = state["count"]
+
+run = everstep.attach(everstep.Options(snapshot_every=2), counter=Counter())
+for step in run.steps(until=20):
+    if step == 6:
+        raise KeyError(f"no column 'label' in shard {1000 + int(os.environ['RANK'])}")
+"""
+
+
+def test_the_same_error_on_four_ranks_is_one_incident(start: Start, tmp_path: Path) -> None:
+    """F1, F4: it is common to all, so that no rank is its root; one confirming retry, and whoever
+    asks is told the file, the line, the rank and the step."""
+    agent = start(*FORKED, "--job", "toy", "--nproc-per-node", "4", script=EVERY_RANK_FAILS)
+    assert agent.wait() == exits.REPEATED, agent.said()
+    assert len(agent.events("attempt.started")) == 2
+    assert "the same failure came 2 times at step 7 (EVS-504)" in agent.said()
+    asked = ("--store", str(tmp_path / "everstep-store"), "--job", "toy")
+    told = json.loads(CliRunner().invoke(main, ["incidents", *asked, "--json"]).stdout)
+    assert len(told["incidents"]) == 2, "one of each attempt"
+    found = json.loads(CliRunner().invoke(main, ["explain", *asked, "--json"]).stdout)
+    (what, decided, _), verdict = found["explanation"]["headline"], found["explanation"]["verdict"]
+    assert "at step 7 in " in what
+    assert "script.py:12" in what
+    assert decided.startswith(f"decided: stop with exit code {exits.REPEATED}, because ")
+    assert (verdict["class"], verdict["root_ranks"]) == ("USER_EXCEPTION", [])
+    roots = {item["rank"] for item in verdict["evidence"] if item["role"] == "root"}
+    assert roots == {0, 1, 2, 3}
+    said = CliRunner().invoke(main, ["explain", "--last", *asked], terminal_width=200).stdout
+    assert all(f"rank {rank} on " in said for rank in roots), said
+    assert "no column 'label' in shard 1003" in said

@@ -1,4 +1,4 @@
-"""The watch over a node's sources: nothing blocks it, memory is bounded, and a blind one tells."""
+"""The watch over a node's sources: nothing blocks it, memory is bounded, a blind one tells (F5)."""
 
 from __future__ import annotations
 

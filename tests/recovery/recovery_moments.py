@@ -64,8 +64,16 @@ IN_AGENT = (
     "agent.workers.after_start",
     "store.claim.before_create",
     "store.owner.before_put",
+    "store.history.before_create",
+    "agent.decision.after_write",
+    "agent.claim.after_write",
+    "agent.late.after_write",
+    "agent.result.before_write",
 )
 """The agent dies, and the job is started again."""
+
+ONCE_A_FAILURE = ("agent.late.after_write", "agent.result.before_write")
+"""Of those, what an agent passes once for each failure, and never without one."""
 
 IN_DISK = ("store.local.before_link", "store.local.before_fsync")
 """Whoever comes first in touching the disk so often dies: the keeper, or the agent."""
@@ -124,4 +132,4 @@ def _of(rng: random.Random, points: Sequence[str], world: int) -> Fault:
     if point in IN_SNAPSHOT:
         return Fault(point, "kill", rng.randint(1, 3), rng.randrange(world))
     most = 12 if point in IN_DISK else 1 if point in IN_AGENT + IN_ELECTION else 3
-    return Fault(point, "kill", rng.randint(0, most))
+    return Fault(point, "kill", 0 if point in ONCE_A_FAILURE else rng.randint(0, most))

@@ -16,6 +16,7 @@ from recovery_proofs import assert_nothing_lost, assert_same
 from recovery_runs import SMALL, Begin, Case, Reference
 
 import everstep
+from everstep.core.points import Fault
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -33,12 +34,22 @@ ELSEWHERE = {
     "store.sweep.before_index",
     "store.sweep.before_pack",
     "store.sweep.before_history",
-    "store.history.before_create",  # nothing in a run writes the history yet
-    "store.history.before_forget",
+    "store.history.before_forget",  # only after the store was away
+    "agent.decision.before_announce",  # only where nodes agree: the test of a lost leader
     "train.data.before_batch",  # the drill's: what a script of the user does there
     "train.step.before_boundary",
 }
 """Points that the store's own tests kill at, and the tests of lost memory."""
+
+
+AGENT_ACTS = [
+    ("store.history.before_create", 1),
+    ("agent.decision.after_write", 1),
+    ("agent.claim.after_write", 1),
+    ("agent.late.after_write", 0),
+    ("agent.result.before_write", 0),
+]
+"""After a worker's death, the first of each: an agent decides and claims at its start as well."""
 
 
 def disturb(begin: Begin, reference: Reference, case: Case, seed: int, count: int) -> None:
@@ -67,6 +78,23 @@ def test_every_example_goes_on_exactly(begin: Begin, reference: Reference, examp
     seed = 1 + OTHERS.index(example)
     case = Case(example, world=2, steps=100, forked=True)
     disturb(begin, reference, case, seed, count=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("point", "passes"), AGENT_ACTS)
+def test_the_agent_dies_while_it_acts_on_a_failure(
+    begin: Begin, reference: Reference, point: str, passes: int
+) -> None:
+    """F6: what was decided is carried on, whatever of it was done."""
+    case = Case(GPT, world=2, forked=True)
+    worker = Fault("train.cut.copied", "kill", 5, 1)
+    undisturbed = reference(case)
+    trial = begin(case, [worker, Fault(point, "kill", passes)], name=point)
+    trial.run()
+    assert not trial.missed(), trial.told("not all of them died")
+    assert trial.restarts == 1
+    assert_nothing_lost(trial)
+    assert_same(trial, undisturbed)
 
 
 @pytest.mark.soak

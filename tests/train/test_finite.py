@@ -205,20 +205,30 @@ def test_a_figure_on_its_way_is_not_waited_for_and_ends_a_later_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, watched = Device(monkeypatch), Watched()
+    watched.train()
+    waited = device.waits
     watched.train(grad_norm=NAN)
     watched.train(grad_norm=1.0)
-    assert device.waits == 0
+    assert device.waits == waited
     device.there = True
-    with pytest.raises(NonFinite, match="step 1: grad_norm is nan"):
+    with pytest.raises(NonFinite, match="step 2: grad_norm is nan"):
         watched.train()
+
+
+def test_the_first_step_of_an_attempt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F7: that its loss is finite proves the resume."""
+    Device(monkeypatch)
+    with pytest.raises(NonFinite, match="step 1: grad_norm is nan"):
+        Watched().train(grad_norm=NAN)
 
 
 def test_a_cut_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a step that gave no numbers would be a recovery point."""
     Device(monkeypatch)
     watched = Watched()
+    watched.train()
     watched.train(grad_norm=NAN)
-    with pytest.raises(NonFinite, match="step 1"):
+    with pytest.raises(NonFinite, match="step 2"):
         watched.cut()
 
 

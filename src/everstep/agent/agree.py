@@ -16,7 +16,7 @@ from typing import TypeVar
 from everstep.agent.decide import AttemptEnd, Decision
 from everstep.agent.line import SILENT_SECONDS, StoreSilent
 from everstep.agent.rendezvous import LEADER_SECONDS, Announcement, NodeEnd, Round, poll
-from everstep.core import exits
+from everstep.core import exits, points
 from everstep.errors import RendezvousLost
 
 ENDS_SECONDS = 20.0
@@ -87,6 +87,7 @@ def announce(
     said = Announcement(
         code, decision.reason, decision.warning, same_nodes, delay=decision.delay, leave=leave
     )
+    points.reach("agent.decision.before_announce")
     round_.say_decision(said)
 
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from everstep.agent.record import Recorder
+from everstep.core import points
 from everstep.core.clock import Clock
 from everstep.core.history import Entry
 from everstep.core.settings import Settings
@@ -131,6 +132,7 @@ class Chronicle:
         record = msgspec.structs.replace(record, sequence=place)
         entry = pack(record)
         self._own[entry.body] = record
+        points.reach("agent.result.before_write")
         self._asking.submit(partial(self._write_or_keep, [entry]))
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from everstep.agent.proof import Proofs
 from everstep.agent.record import Recorder
 from everstep.agent.rendezvous import Asked
 from everstep.agent.respond import Responder, newer
+from everstep.core import points
 from everstep.core.clock import SystemClock
 from everstep.faults.catalog import Catalog
 from everstep.faults.fold import fold
@@ -113,6 +114,7 @@ class Lead:
         """Claim the next attempt. Where its number is not the one that was decided on, because
         another was claimed and not begun, that is recorded before it is begun."""
         attempt = self._owner.claim(patience=patience, promise=promise)
+        points.reach("agent.claim.after_write")
         decided, self._next = self._next, None
         self._carried_out, self._claimed = decided, attempt
         if decided is not None and decided.begins != attempt:

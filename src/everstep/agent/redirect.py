@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.synchronize
 import os
 import sys
 from collections.abc import Callable
@@ -42,19 +43,28 @@ class Routed(LogsSpecs):
 
 class Redirected:
     """A worker's function that first points its standard streams to two paths (empty: not),
-    which come before its other arguments. ``inherited``: what a fork of the agent must close."""
+    which come before its other arguments. ``inherited``: what a fork of the agent must close.
+    ``returned`` counts the workers whose function came back."""
 
-    def __init__(self, function: Callable[..., object], inherited: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., object],
+        inherited: tuple[int, ...],
+        returned: multiprocessing.synchronize.Semaphore,
+    ) -> None:
         functools.update_wrapper(self, function)  # torch names it by its __qualname__
         self._function = function
         self._inherited = inherited
+        self._returned = returned
 
     def __call__(self, stdout: str, stderr: str, *arguments: object) -> object:
         _point(1, stdout, sys.stdout)
         _point(2, stderr, sys.stderr)
         for fd in self._inherited:
             os.close(fd)
-        return self._function(*arguments)
+        result = self._function(*arguments)
+        self._returned.release()
+        return result
 
 
 def without_pipes(dest: LogsDest, piped: dict[int, tuple[str, str]]) -> LogsDest:

@@ -22,7 +22,7 @@ from everstep.agent.chronicle import Chronicle
 from everstep.agent.decide import Decision, LastWord, first, last_word
 from everstep.agent.incident import Case, at_its_step, facts_of, incident_of
 from everstep.agent.record import Recorder
-from everstep.core import exits
+from everstep.core import exits, points
 from everstep.faults import history as told
 from everstep.faults.budget import cause_of
 from everstep.faults.catalog import Catalog
@@ -143,6 +143,7 @@ class Responder:
         incident = self._incident(case, None, closed=True, before=before)
         response = self._respond(case, incident)
         self._chronicle.write(response.records)
+        points.reach("agent.late.after_write")
         made = response.decision
         if made.action == "continue":
             if _differs(incident.verdict, before.verdict):
@@ -310,6 +311,7 @@ class Responder:
     def _carry_out(self, response: Response, incident: IncidentRecord | None) -> Decision:
         """Write first (F6), then say, then it is done."""
         self._chronicle.write(response.records)
+        points.reach("agent.decision.after_write")
         self._say(response.decision, incident)
         return _decision(response.decision, incident)
 

@@ -32,6 +32,7 @@ from everstep.agent.workers import Workers
 from everstep.core import exits
 from everstep.core.events import Event, counted
 from everstep.errors import RendezvousLost
+from everstep.faults.redact import redact
 from everstep.keeper.wire import Fatal, Report
 
 EVIDENCE_SECONDS = 0.3
@@ -88,7 +89,8 @@ class Learnt:
     def hear(self, message: Report | Fatal) -> None:
         if isinstance(message, Fatal):
             self.attached = True
-            self.fatal = self.fatal or (message.exit_code, f"rank {message.rank}: {message.what}")
+            what = redact(message.what)  # it becomes the reason of records, and of all that is told
+            self.fatal = self.fatal or (message.exit_code, f"rank {message.rank}: {what}")
         elif message.event.attempt in (0, self._record.attempt):
             self._learn(message.event)
             self._record.relay(message.event)

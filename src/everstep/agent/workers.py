@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing.synchronize
 import os
 import signal
 import sys
@@ -22,12 +23,12 @@ from dataclasses import dataclass, replace
 from string import Template
 
 import msgspec
+import torch.multiprocessing
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     LogsDest,
     LogsSpecs,
     PContext,
-    SubprocessContext,
     start_processes,
 )
 from torch.distributed.elastic.utils.api import macros
@@ -41,6 +42,7 @@ from everstep.agent.watch.logs import JUDGED, since_wall
 from everstep.errors import UsageError
 from everstep.faults.records import Signal
 
+Semaphore = multiprocessing.synchronize.Semaphore
 _TORCHS = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 SETTLE_SECONDS = 0.05
@@ -103,6 +105,7 @@ class Workers:
         node: str | None,
         begun: float,
         unwritten: str = "",
+        returned: Semaphore | None = None,
     ) -> None:
         self.unwritten = unwritten
         self._context = context
@@ -111,8 +114,9 @@ class Workers:
         self._streams = streams
         self._node = node
         self._begun = begun
+        self._returned = returned
         self._exits: list[Signal] = []
-        self.must_be_polled = not isinstance(context, SubprocessContext)
+        self.must_be_polled = returned is not None
         self._fds = {rank: os.pidfd_open(pid) for rank, pid in context.pids().items()}
         self._killed: set[int] = set()
         self.ended: list[WorkerEnd] = []
@@ -135,8 +139,8 @@ class Workers:
     def collect(self) -> list[WorkerEnd]:
         """The workers whose end was not yet seen, first come first."""
         codes = {rank: _exit_code(fd) for rank, fd in self._fds.items()}
-        if self.must_be_polled and not self._killed and not any(codes.values()):
-            codes = self._returned() or codes
+        if self._all_returned() and not self._killed and not any(codes.values()):
+            codes = self._let_go() or codes
         over = {rank: code for rank, code in codes.items() if code is not None}
         self._settle(over)
         new = [self._note(rank, code) for rank, code in over.items()]
@@ -199,14 +203,22 @@ class Workers:
                 found.append(Signal("log", text, rank, self._node, mono=seen))
         return found
 
-    def _returned(self) -> dict[int, int | None] | None:
-        """Exit codes of functions once all have returned (each waits in its process until torch's
-        context is asked and tells it so); None before. The context has reaped them then."""
+    def _all_returned(self) -> bool:
+        """Whether these are functions, and each of them has come back. Not before may torch's
+        context be asked: where one has failed that was not yet seen, it sends SIGTERM to the
+        others, which are to be stopped without a word (F2)."""
+        returned = self._returned
+        return returned is not None and returned.get_value() >= len(self._place.ranks)
+
+    def _let_go(self) -> dict[int, int | None] | None:
+        """Exit codes of functions that have all returned (each waits in its process until torch's
+        context is asked and tells it so); None where their values are still on the way. The context
+        has reaped them then."""
         _TORCHS.addFilter(_formatted)
         result = self._context.wait(0)
         if result is None:
             return None
-        # Where one failed since it was last looked at, the context has ended the others.
+        # Where one was killed while it waited, the context has ended the others.
         others = -int(signal.SIGTERM) if result.failures else 0
         if result.failures:
             self._killed.update(rank for rank in self._fds if rank not in result.failures)
@@ -256,13 +268,21 @@ def start(
     args = {rank: tuple(macros.substitute(list(arguments), str(rank))) for rank in locals_}
     streams, begun = output.open(), time.monotonic()
     sys.stdout.flush()
+    returned = _counter(config) if callable(entrypoint) else None
     try:
         told, unwritten = _logs(config, envs)
-        context = _started(config, entrypoint, args, envs, place, output, streams, told)
+        context = _started(
+            config, entrypoint, args, envs, place, output, streams, told, returned
+        )  # fmt: skip
     except BaseException:
         streams.part()
         raise
-    return Workers(context, place, output, streams, node, begun, unwritten)
+    return Workers(context, place, output, streams, node, begun, unwritten, returned)
+
+
+def _counter(config: LaunchConfig) -> Semaphore:
+    made: Semaphore = torch.multiprocessing.get_context(config.start_method).Semaphore(0)
+    return made
 
 
 def _started(
@@ -274,14 +294,16 @@ def _started(
     output: Output,
     streams: Streams,
     told: LogsDest,
+    returned: Semaphore | None,
 ) -> PContext:
     routes = {rank: streams.route(rank, told.stdouts[rank], told.stderrs[rank]) for rank in args}
     if callable(entrypoint):
+        assert returned is not None, "functions are counted"
         piped = {rank: _changed(told, rank, route) for rank, route in routes.items()}
         dest = without_pipes(told, piped)
         args = {rank: (*piped[rank], *args[rank]) for rank in args}
         forked = config.start_method == "fork"
-        entrypoint = Redirected(entrypoint, output.descriptors if forked else ())
+        entrypoint = Redirected(entrypoint, output.descriptors if forked else (), returned)
     else:
         dest = replace(
             told, stdouts={rank: out for rank, (out, _) in routes.items()},

@@ -32,6 +32,11 @@ import msgspec
 VARIABLE = "EVERSTEP_FAULTS"
 
 KNOWN = (
+    "agent.claim.after_write",
+    "agent.decision.after_write",
+    "agent.decision.before_announce",
+    "agent.late.after_write",
+    "agent.result.before_write",
     "agent.workers.after_start",
     "agent.workers.before_start",
     "core.clock.wall",

@@ -16,11 +16,20 @@ from everstep.core.history import BODY_BYTES, Entry, Kind
 from everstep.core.ids import Point
 from everstep.faults.limits import Limits
 from everstep.faults.records import Action, Evidence, Verdict
+from everstep.faults.redact import redacted
 
 FORMAT = 1
 """Of the bodies below. A body of a later one is refused by name, never guessed at."""
 
 _TEXT_LIMIT = 2000
+
+_TEXTS = frozenset(
+    {
+        "message", "frame", "advice", "text", "why", "why_not", "reason", "alerts", "ended",
+    }
+)  # fmt: skip
+"""Fields that hold what a program, a library or a person has said. What names something (ids,
+agents, nodes) is left as it is: it is compared."""
 
 Cause = Literal["root", "victims", "external", "person", "agent_lost"]
 """Who ended an attempt, as far as budgets go. ``root``: a failure with a cause of its own.
@@ -259,8 +268,9 @@ _KINDS: dict[type, Kind] = {
 
 
 def pack(record: Record) -> Entry:
-    """The record's form for the store. Equal records give equal bytes. Evidence is cut where the
-    record would be larger than ``BODY_BYTES``."""
+    """The record's form for the store. Equal records give equal bytes. Secrets go out of its texts,
+    wherever they came from, and evidence is cut where it would be larger than ``BODY_BYTES``."""
+    record = redacted(record, _TEXTS)
     if isinstance(record, IncidentRecord):
         record = _bounded(record)
     return Entry(_KINDS[type(record)], record.attempt, record.sequence, FORMAT, encode(record))

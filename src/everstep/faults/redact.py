@@ -261,29 +261,36 @@ def redact(text: str) -> str:
     return raw.decode("utf-8", "surrogatepass")
 
 
-def redacted(record: T) -> T:
-    """A record with all its texts redacted, in records inside it, too. Keys of mappings stay."""
+def redacted(record: T, fields: frozenset[str] | None = None) -> T:
+    """A record with its texts redacted, in records inside it, too: all of them, or those in
+    ``fields`` of these names. Keys of mappings stay."""
     changed = {}
     for name in record.__struct_fields__:
         before = getattr(record, name)
-        after = _value(before)
+        after = _value(before, fields, texts=fields is None or name in fields)
         if after is not before:
             changed[name] = after
     return msgspec.structs.replace(record, **changed) if changed else record
 
 
-def _value(value: Any) -> Any:
+def redacted_facts(facts: dict[str, object]) -> dict[str, object]:
+    """Facts of JSON types with all texts redacted; the same object where none held a secret."""
+    changed: dict[str, object] = _value(facts, None, texts=True)
+    return changed
+
+
+def _value(value: Any, fields: frozenset[str] | None, *, texts: bool) -> Any:
     """The same object where nothing in it is a secret."""
     if isinstance(value, str):
-        text = redact(value)
+        text = redact(value) if texts else value
         return value if text == value else text
     if isinstance(value, msgspec.Struct):
-        return redacted(value)
-    if isinstance(value, tuple):
-        items = tuple(_value(item) for item in value)
+        return redacted(value, fields)
+    if isinstance(value, tuple | list):
+        items = type(value)(_value(item, fields, texts=texts) for item in value)
         return value if all(a is b for a, b in zip(items, value, strict=True)) else items
     if isinstance(value, Mapping):
-        held = {key: _value(item) for key, item in value.items()}
+        held = {key: _value(item, fields, texts=texts) for key, item in value.items()}
         return value if all(held[key] is value[key] for key in held) else held
     return value
 

@@ -21,6 +21,7 @@ from everstep.faults.history import (
     next_sequence,
 )
 from everstep.faults.limits import Limits
+from everstep.faults.redact import redact
 from everstep.faults.suspicion import Rules, standings
 
 MOST = 500
@@ -44,7 +45,8 @@ def word_of(
     if word in ("exclude", "pardon") and not subject.strip():
         raise UsageError("no node is named.", hint="`everstep explain` names the job's nodes.")
     place = next_sequence(past, attempt)
-    return WordRecord(word, attempt, at, place, _clean(subject), _clean(reason), _clean(by))
+    reason = redact(_clean(reason))
+    return WordRecord(word, attempt, at, place, _clean(subject), reason, _clean(by))
 
 
 def needless(history: History, word: Word, subject: str) -> str:

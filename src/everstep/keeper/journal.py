@@ -1,7 +1,7 @@
 """Where events go: a file of JSON lines, and whoever listens.
 
-Owns: appending whole lines that writers of several processes may mix. Never does: decide what is
-worth an event. Called by: keeper; agent and train may.
+Owns: appending whole lines that writers of several processes may mix, and that no secret is in
+them. Never does: decide what is worth an event. Called by: keeper; agent and train may.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import contextlib
 import os
 from collections.abc import Callable
 
+import msgspec
+
 from everstep.core.clock import Clock
 from everstep.core.events import Event, Level, Source, encode_line
+from everstep.faults.redact import redact, redacted_facts
 
 
 class Journal:
@@ -52,7 +55,9 @@ class Journal:
         )  # fmt: skip
 
     def append(self, event: Event) -> None:
-        """Write an event, whoever made it, and pass it on."""
+        """Write an event, whoever made it, and pass it on. Texts may be those of a user's error, of
+        a store's address or of a person: secrets go out of them here, before anybody sees it."""
+        event = _redacted(event)
         if self._fd is not None:
             self._write(self._fd, encode_line(event))
         self._listen(event)
@@ -77,6 +82,13 @@ class Journal:
             self._failed = True
         else:
             self._failed = False
+
+
+def _redacted(event: Event) -> Event:
+    text, facts = redact(event.text), redacted_facts(event.facts)
+    if text == event.text and facts is event.facts:
+        return event
+    return msgspec.structs.replace(event, text=text, facts=facts)
 
 
 def _open(path: str) -> int | None:

@@ -21,6 +21,7 @@ from everstep.errors import (
     NonFinite,
     NotDurable,
     PendingGradients,
+    RestoreError,
 )
 from everstep.train.connect import Connection
 from everstep.train.cut import Cutter
@@ -98,6 +99,7 @@ class Boundary:
         """Training begins at ``step``; ``durable`` says that the store already holds it."""
         self._durable_step = step if durable else -1
         self._restored_step = step
+        self._data_from = self._session.at_batch
         self._step_began = time.monotonic_ns()
         self._phases.become(FIRST_STEP)
         self._phases.take_declared()
@@ -106,8 +108,11 @@ class Boundary:
 
     def pass_step(self, step: int) -> None:
         """``step`` is finished. Raises :class:`Preempted` where the job stops here,
-        :class:`PendingGradients` (R1), :class:`NonFinite` where it gave no numbers, and
+        :class:`PendingGradients` (R1), :class:`NonFinite` where it gave no numbers,
+        :class:`RestoreError` where it does not continue what was restored (F7), and
         :class:`JobOwned` where another has taken the job over."""
+        if self._first:
+            self._check_continues(step)
         self._finite.look(step)  # before anybody may take it for a boundary
         now = time.monotonic_ns()
         self._connection.post_boundary(step, now, now - self._step_began)
@@ -116,9 +121,7 @@ class Boundary:
             self._first = False
             self._phases.become(STEP)
             self._phases.watch_compiler()  # the first step may have loaded it
-            self._connection.say(
-                "train.resumed", f"step {step} is done", step=step, restored=self._restored_step
-            )
+            self._say_resumed(step)
         self._session.check_gradients(step)
         here = self._connection.keep_alive()
         if here:
@@ -217,6 +220,27 @@ class Boundary:
     def close(self) -> None:
         self._term.close()
         self._cutter.close()
+
+    # -- the first step
+
+    def _check_continues(self, step: int) -> None:
+        """Before anybody takes it for a boundary: a cut of it would be a state of another step."""
+        if step != self._restored_step + 1:
+            raise RestoreError(
+                f"rank {self._place.rank}: the first step that was done is {step}, though step "
+                f"{self._restored_step} was restored, so that {self._restored_step + 1} follows. "
+                "Nothing of it is saved.",
+                hint="run.step is everstep's to count: do not set it. Where the script does not, "
+                "this is a defect of everstep: please report it.",
+            )
+
+    def _say_resumed(self, step: int) -> None:
+        """F7: what the proof of resume rests on. ``figures`` are those that must be finite;
+        where one was not, this is never said."""
+        self._connection.say(
+            "train.resumed", f"step {step} is done", step=step, restored=self._restored_step,
+            figures=self._finite.figures, data_from=self._data_from, data=self._session.at_batch,
+        )  # fmt: skip
 
     # -- cuts
 

@@ -71,12 +71,19 @@ class Finite:
         self._parameters = _Trained(attached, place)
         self._figures: Figures = "none"
         self._told = -1
+        self._first = False
         self.replay_until: int | None = None
         self.found: NonFinite | None = None
 
     def start(self) -> None:
         """Training begins here, from what was restored."""
+        self._first = True
         self._scales.start()
+
+    @property
+    def figures(self) -> Figures:
+        """What is known of the figures since the last cut, or the start."""
+        return self._figures
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Figures of the step that is being computed."""
@@ -92,8 +99,11 @@ class Finite:
         skipped = self._since.watches_optimizers and not self._since.stepped
         logged, self._logged = self._logged, []
         self._steps.append(_Step(step, tuple(logged), skipped, self._scales.fell()))
-        # A replay is to name the very step: there a device is waited for.
-        self._judge(wait=self.replay_until is not None and step <= self.replay_until)
+        # A replay is to name the very step, and the first one proves the resume (F7): there a
+        # device is waited for.
+        replays = self.replay_until is not None and step <= self.replay_until
+        first, self._first = self._first, False
+        self._judge(wait=first or replays)
 
     def before_cut(self, step: int, *, nbytes: int, whole: bool) -> Health | None:
         """What a cut of ``step``, of ``nbytes``, is to carry with it; None where nothing is looked

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from everstep.core.layout import RankState
 from everstep.core.points import reach
 from everstep.core.settings import Settings
-from everstep.errors import EverstepError, RestoreError, StateMismatch, StoreError
+from everstep.errors import (
+    CorruptObject,
+    EverstepError,
+    RestoreError,
+    StateMismatch,
+    StoreError,
+)
 from everstep.keeper.client import Offered
 from everstep.keeper.wire import Elected
 from everstep.train.connect import Connection
@@ -137,6 +143,7 @@ class Restorer:
         try:
             state: RankState = source.rank_state(self._place.rank)
             loaded = self._session.prepare(state)
+            _check_step(loaded, offered)
             reach("train.restore.in_load")
             nbytes = source.read(loaded.wanted())
             loaded.finish_tensors()
@@ -150,3 +157,12 @@ class Restorer:
         if offered.point is None:
             raise RestoreError(f"the keeper offered the {offered.source} without a point.")
         return StoreSource(self._settings, offered.point)
+
+
+def _check_step(loaded: Loaded, offered: Offered) -> None:
+    """F7: a state says itself of which step it is."""
+    if offered.point is not None and loaded.step != offered.point.step:
+        raise CorruptObject(
+            f"{offered.point} from {offered.source} holds the state of step {loaded.step}.",
+            hint="It is passed over; run `everstep verify`.",
+        )

@@ -153,6 +153,11 @@ class Session:
             "well: attach(..., optimizer=optimizer)."
         )
 
+    @property
+    def at_batch(self) -> list[int] | None:
+        """The epoch, and how many of its batches were given; None where no loader is attached."""
+        return None if self._feed is None else [self._feed.epoch, self._feed.yielded]
+
     def close(self) -> None:
         """Take the hooks off the user's objects."""
         self._gradients.close()
