@@ -261,8 +261,8 @@ LINES: tuple[tuple[str, str, str, str], ...] = (
     ("L", "NCCL_SYSTEM_ERROR", "", "[1,9]<stdout>:h-3:81:92 [1] create_component:459 NCCL WARN NET/OFI Couldn't open AV. RC: -22, ERROR: Invalid argument"),
     ("L", "NCCL_SYSTEM_ERROR", "", "h-1:5:6 [0] nccl_net_ofi_create_plugin:211 NCCL WARN NET/OFI Unable to find a protocol that works."),
     ("L", "DATA_CORRUPT", "", "pyarrow.lib.ArrowIOError: Invalid parquet file. Corrupt footer."),
-    ("L", "NODE_NOT_READY", "restart_elsewhere", "srun: error: Task launch for StepId=71.2 failed on node c-12: Job credential expired"),
-    ("L", "NODE_NOT_READY", "restart_elsewhere", "slurmstepd: error: execve(): /var/spool/slurmd/job00071/slurm_script: No such file or directory"),
-    ("L", "UNSCHEDULABLE_QUOTA", "wait_and_retry", "sbatch: error: Batch job submission failed: Requested node configuration is not available"),
-    ("L", "NODE_NOT_READY", "", "job 812 failed with status 'NODE_FAIL'"),
+    ("S", "NODE_NOT_READY", "restart_elsewhere", "srun: error: Task launch for StepId=71.2 failed on node c-12: Job credential expired"),
+    ("S", "NODE_NOT_READY", "restart_elsewhere", "slurmstepd: error: execve(): /var/spool/slurmd/job00071/slurm_script: No such file or directory"),
+    ("S", "UNSCHEDULABLE_QUOTA", "wait_and_retry", "sbatch: error: Batch job submission failed: Requested node configuration is not available"),
+    ("S", "NODE_NOT_READY", "", "job 812 failed with status 'NODE_FAIL'"),
 )  # fmt: skip

@@ -71,6 +71,8 @@ class Found:
     span: tuple[float, float] | None = None
     past: Earlier = field(default_factory=lambda: Earlier(frozenset(), {}, False))
     stuck: Stuck = field(default_factory=Stuck)
+    aside: list[tuple[Fact, str]] = field(default_factory=list)
+    """What had no part in the end, with the reason."""
     touched: dict[str | None, frozenset[int]] = field(default_factory=dict)
     """What was found out once of a node: its only rank that shows anything."""
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import msgspec
 
+from everstep.faults.apart import set_apart
 from everstep.faults.candidates import Found
 from everstep.faults.catalog import Catalog, Meaning
 from everstep.faults.collective import stuck_in
@@ -18,6 +19,7 @@ from everstep.faults.earlier import earlier
 from everstep.faults.lines import Line
 from everstep.faults.match import Fact
 from everstep.faults.scene import Scene
+from everstep.faults.survival import waited
 from everstep.faults.tracebacks import Raised, raised_in
 
 _NOISE = re.compile(
@@ -65,28 +67,24 @@ _CUDA = re.compile(
 )
 
 
-_RAN = re.compile(
-    r"ran for (\d+) milliseconds|Timed out waiting (\d+)ms|within (\d+)ms|in (\d+) ?ms\b"
-)
-
-
 def gathered(scene: Scene, catalog: Catalog) -> Found:
     """Match all lines, and give exceptions their class."""
-    everything = raised_in(scene.lines, scene.index.about("traceback"))
-    ignored = {(raised.line.signal, raised.line.order) for raised in everything if raised.ignored}
+    everything, source = raised_in(scene.lines, scene.index.about("traceback"))
+    mute = source | {(each.line.signal, each.line.order) for each in everything if each.ignored}
     raised = [each for each in everything if not each.ignored]
     matched = [
-        fact for fact in scene.index.facts() if (fact.line.signal, fact.line.order) not in ignored
+        fact for fact in scene.index.facts() if (fact.line.signal, fact.line.order) not in mute
     ]
-    facts = [
+    told = [
         fact
         for fact in _with_exceptions(matched, raised, catalog.meanings["USER_EXCEPTION"])
         if not _is_aside(fact) and not _is_over(fact, scene.recovered)
     ]
+    facts, aside = set_apart(told, raised, scene)
     return Found(
         scene, catalog, facts, raised, _span(facts, scene),
         earlier(scene.past + scene.commits, catalog),
-        stuck_in(scene.index.about("collective")),
+        stuck_in(scene.index.about("collective")), aside,
     )  # fmt: skip
 
 
@@ -161,9 +159,7 @@ def _span(facts: list[Fact], scene: Scene) -> tuple[float, float] | None:
     times = [end.time for end in scene.ends.values() if end.code != 0 and end.time is not None]
     for fact in facts:
         if fact.kind in ("program", "peer", "watchdog") and fact.line.time is not None:
-            waited = _RAN.search(fact.line.text)
-            seconds = float(next(filter(None, waited.groups()))) / 1000 if waited else 0.0
-            times += [fact.line.time, fact.line.time - seconds]
+            times += [fact.line.time, fact.line.time - waited(fact.line.text)]
     for beat in scene.beats:
         if beat.time is not None and beat.age >= 60:
             times.append(beat.time - beat.age)

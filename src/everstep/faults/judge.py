@@ -16,6 +16,7 @@ import msgspec
 from everstep.faults.candidates import (
     NODE,
     NOTICE,
+    PEER,
     PROGRAM,
     Candidate,
     Found,
@@ -23,7 +24,9 @@ from everstep.faults.candidates import (
 from everstep.faults.catalog import Catalog
 from everstep.faults.class_rules import CLASS_RULES
 from everstep.faults.confidence import confidence
+from everstep.faults.endings import ends_as_evidence, first_ends, in_words, last_words, of_end
 from everstep.faults.facts import gathered
+from everstep.faults.match import Fact
 from everstep.faults.peers import vote
 from everstep.faults.places import node_candidates
 from everstep.faults.programs import external_ends, program_candidates
@@ -32,6 +35,7 @@ from everstep.faults.recurrence import looping, recurring, same_again
 from everstep.faults.scene import Scene, scene_of
 from everstep.faults.series import step_of
 from everstep.faults.spread import of_pod, placed, spread_over
+from everstep.faults.standing_on import SAME_S, stands
 from everstep.faults.victims import victims
 from everstep.faults.waiting import (
     beat_candidates,
@@ -44,10 +48,9 @@ from everstep.faults.waiting import (
     told_candidates,
 )
 
-SAME_S = 2.0
-"""Times of two nodes that lie nearer than this have no order."""
 SHOWN = 12
 """Lines of evidence in a verdict."""
+NOTHING = "nothing that was seen names a cause"
 
 
 def judge(incident: Incident, catalog: Catalog) -> Verdict:
@@ -75,8 +78,8 @@ def choose(candidates: list[Candidate], found: Found) -> tuple[Candidate | None,
     """The root, or None with the reason why nothing decides."""
     if _went_on(candidates, found):
         return _of_notices(candidates, found)
-    programs = [(c, _nodes_of(c, found.scene)) for c in candidates if c.level == PROGRAM]
-    strong = [c for c in candidates if c.level == NODE and _stands(c, programs)]
+    programs = [c for c in candidates if c.level == PROGRAM]
+    strong = [c for c in candidates if c.level == NODE and stands(c, programs, found)]
     if strong:
         return _of_nodes(strong, found)
     rest = [c for c in candidates if NOTICE + 1 < c.level < NODE]
@@ -162,25 +165,6 @@ def _of_notices(candidates: list[Candidate], found: Found) -> tuple[Candidate | 
     return _harmless(best), "nothing ended of it"
 
 
-def _stands(candidate: Candidate, programs: list[tuple[Candidate, set[str]]]) -> bool:
-    """Whether a fact of a node may go before an end of a process (rule 1): it stands on the node or
-    device of a rank that failed, or it is the scheduler's and came first."""
-    for program, nodes in programs:
-        if candidate.node is None:
-            if candidate.time is None or program.time is None or candidate.time <= program.time + 2:
-                return True
-        elif not nodes or candidate.node in nodes or candidate.ranks & program.ranks:
-            return True
-    return not programs
-
-
-def _nodes_of(program: Candidate, scene: Scene) -> set[str]:
-    """The nodes on which a program failed, as far as they are known."""
-    nodes = {scene.node_of(rank) for rank in program.ranks} | program.nodes
-    nodes |= {fact.node for fact in program.facts}
-    return {node for node in nodes if node is not None}
-
-
 def _of_nodes(strong: list[Candidate], found: Found) -> tuple[Candidate | None, str]:
     by_node: dict[str | None, list[Candidate]] = {}
     for candidate in strong:
@@ -253,6 +237,13 @@ def _verdict(
         chosen.facts, key=lambda fact: (-fact.depth, fact.line.time or 0, fact.line.order)
     )
     frame = next((fact.frame for fact in shown if fact.frame), "")
+    message = next(
+        (fact.message for fact in shown if fact.message), shown[0].line.text if shown else ""
+    )
+    evidence = _evidence(chosen, "root")
+    if words := _own_words(chosen, found):
+        frame, message = "", words
+        evidence = _with_ends(chosen, found)
     return Verdict(
         fault=chosen.fault,
         domain=chosen.domain,
@@ -262,14 +253,12 @@ def _verdict(
         root_domain=_root_domain(chosen),
         victim_ranks=victims(found, chosen),
         confidence=confidence(chosen),
-        evidence=_evidence(chosen, "root"),
-        discarded=_discarded(candidates, chosen),
+        evidence=evidence,
+        discarded=_discarded(candidates, chosen, found),
         advice=found.catalog.known[chosen.fault].advice,
         frame=frame,
         step=step_of(found.scene, chosen.facts),
-        message=next(
-            (fact.message for fact in shown if fact.message), shown[0].line.text if shown else ""
-        ),
+        message=message,
     )
 
 
@@ -277,9 +266,33 @@ def _unknown(candidates: list[Candidate], found: Found, reason: str) -> Verdict:
     known = found.catalog.known[UNKNOWN]
     return Verdict(
         fault=UNKNOWN, domain="unknown", action=known.action,
-        victim_ranks=victims(found, None), discarded=_discarded(candidates, None),
-        advice=known.advice, message=reason or "no candidate for a root",
+        victim_ranks=victims(found, None), evidence=ends_as_evidence(found.scene),
+        discarded=_discarded(candidates, None, found), advice=known.advice,
+        message=reason or in_words(found.scene) or NOTHING,
     )  # fmt: skip
+
+
+def _own_words(chosen: Candidate, found: Found) -> str:
+    """Of a root that its peers name, and that ended by itself: how it ended, not what they say."""
+    if chosen.level != PEER or not chosen.ranks or _tells_itself(chosen):
+        return ""
+    ends = [end for end in first_ends(found.scene) if end.rank in chosen.ranks]
+    if not ends:
+        return ""
+    said = last_words(ends[0], found.scene)
+    left = f"rank {ends[0].rank} ended with exit code {ends[0].code}; its last words: {said}"
+    return left if said else of_end(ends[0])
+
+
+def _tells_itself(chosen: Candidate) -> bool:
+    return any(fact.line.rank in chosen.ranks for fact in chosen.facts)
+
+
+def _with_ends(chosen: Candidate, found: Found) -> tuple[Evidence, ...]:
+    """The root's own end, then what its peers say of it."""
+    own = [end for end in ends_as_evidence(found.scene, chosen.ranks) if end.role == "root"]
+    named = [msgspec.structs.replace(each, fault=chosen.fault) for each in own]
+    return (*named, *_evidence(chosen, "victim"))[:SHOWN]
 
 
 def _root_domain(chosen: Candidate) -> RootDomain:
@@ -297,16 +310,28 @@ def _root_domain(chosen: Candidate) -> RootDomain:
 def _evidence(candidate: Candidate, role: Role | None = None) -> tuple[Evidence, ...]:
     facts = sorted(candidate.facts, key=lambda f: (f.line.time or 0.0, f.line.order, f.line.text))
     return tuple(
-        Evidence(
-            text=fact.line.text[:500], source=fact.line.source, fault=candidate.fault,
-            role=role or ("victim" if fact.meaning.role == "victim" else "noise"),
-            rank=fact.rank, node=fact.node, time=fact.line.time, why=candidate.why,
+        _as_evidence(
+            fact, candidate.fault,
+            role or ("victim" if fact.meaning.role == "victim" else "noise"), candidate.why,
         )
         for fact in facts[:SHOWN]
     )  # fmt: skip
 
 
-def _discarded(candidates: list[Candidate], chosen: Candidate | None) -> tuple[Evidence, ...]:
+def _discarded(
+    candidates: list[Candidate], chosen: Candidate | None, found: Found
+) -> tuple[Evidence, ...]:
     others = [c for c in candidates if chosen is None or c.fault != chosen.fault]
     others.sort(key=lambda c: (-c.level, -c.depth, c.fault, c.node or ""))
-    return tuple(item for c in others for item in _evidence(c)[:1])[:SHOWN]
+    weighed = [item for c in others for item in _evidence(c)[:1]]
+    aside = sorted(found.aside, key=lambda item: item[0].key)
+    seen = [_as_evidence(fact, fact.fault, "noise", why) for fact, why in aside]
+    half = max(SHOWN // 2, SHOWN - len(seen))
+    return tuple(dict.fromkeys((*weighed[:half], *seen)))[:SHOWN]
+
+
+def _as_evidence(fact: Fact, fault: str, role: Role, why: str) -> Evidence:
+    return Evidence(
+        text=fact.line.text[:500], source=fact.line.source, fault=fault, role=role,
+        rank=fact.rank, node=fact.node, time=fact.line.time, why=why,
+    )  # fmt: skip

@@ -129,8 +129,11 @@ def starts_anew(line: str) -> bool:
     return bool(_STARTS.match(line))
 
 
-def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) -> Iterator[Line]:
-    """The lines of one signal; a rank that a line names goes before the signal's own."""
+def lines_of(
+    signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]], *, merged: bool = True
+) -> Iterator[Line]:
+    """The lines of one signal; a rank that a line names goes before the signal's own. ``merged``:
+    the output of a rank may hold lines of the kernel and of a scheduler."""
     raw = clean(signal.text)
     if signal.source in ("log", "slurm") and (common := _common(raw)):
         raw = [line[common:] for line in raw]
@@ -144,7 +147,7 @@ def lines_of(signal: Signal, number: int, nodes: Mapping[str, tuple[int, ...]]) 
         return
     for order, text in enumerate(_joined(raw)):
         text, rank, node = _stripped(text, signal, labels, nodes)
-        source = _source(signal.source, text, rank)
+        source = _source(signal.source, text, rank) if merged else signal.source
         yield Line(text, source, rank, node, signal.time, order, number, signal.ours)
 
 
@@ -262,6 +265,11 @@ def _of_local(local: int, node: str | None, nodes: Mapping[str, tuple[int, ...]]
     else:
         return None
     return ranks[local] if local < len(ranks) else None
+
+
+def is_of_others(text: str) -> bool:
+    """Whether a line is worded as the kernel's and Slurm's are."""
+    return bool(_KERNEL.match(text) or _SLURM.match(text))
 
 
 def _source(source: Source, text: str, rank: int | None) -> Source:

@@ -6,11 +6,15 @@ Owns: counting votes, ties. Never does: I/O, weigh against other evidence. Calle
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from everstep.faults.match import Fact
 from everstep.faults.scene import Scene
+
+_LOOPBACK = re.compile(r"(?:127\.\d+\.\d+\.\d+|::1|localhost)$")
+"""A peer on the same node."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ def vote(facts: list[Fact], scene: Scene, waiting: frozenset[str] = frozenset())
             continue
         voter = fact.node or scene.node_of(fact.rank)
         target = scene.node_at(address) or _host(address)
+        if voter is not None and _LOOPBACK.match(target):
+            target = voter
         if target != voter or scene.ranks_of(target)[1:]:
             named[target].add(fact.rank if fact.rank is not None else -1 - len(named[target]))
             naming |= {voter} if voter is not None and voter != target else set()

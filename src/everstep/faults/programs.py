@@ -22,7 +22,7 @@ WENT_ON = 3
 def program_candidates(found: Found) -> list[Candidate]:
     """Ends of processes that are no trouble of communication: one candidate for each class."""
     best: dict[int | None, Fact] = {}
-    lived: list[Fact] = []
+    lived = [fact for fact, _ in found.aside if fact.kind == "program" and fact.message]
     for fact in found.facts:
         if fact.kind != "program" or fact.severity == "notice":
             continue

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import TypeVar
 
 from everstep.faults.catalog import Catalog
@@ -41,6 +42,7 @@ _USES = re.compile(
     r"Bootstrap : Using [\w.-]+:(?P<address>[\d.]+)<|NET/(?:Socket"
     r"|IB) : Using [^\n]*?:(?P<a2>\d+\.\d+\.\d+\.\d+)<"
 )
+_OWN = frozenset(("kernel", "agent", "exit"))
 _COMMITS = re.compile(r"(?i)\b(?:last committed|no (?:new(?:er)? )?(?:committed )?checkpoint)\b")
 _SENT = re.compile(
     r"(?i)\bsent (?:SIG(?:TERM|KILL|INT|ABRT)|signal \d+)[^\n;]{0,12}? to "
@@ -65,7 +67,13 @@ _FINISHED = re.compile(
     r"|^done\.?$"
 )
 _STEPS = re.compile(r"(?i)\bstep:? (?P<step>\d+) ?(?:/|of) ?(?P<last>\d+)\b")
-_STEP = re.compile(r"(?i)\b(?:global_)?step[ =:]+(?P<step>\d+)")
+_COUNTS = re.compile(r"[Ss]tep|[Ii]ter|[Ee]poch|[Bb]atch")
+_TOLD = re.compile(
+    r"(?i)^[^\n]{0,60}?\b(?:global_?)?(?P<unit>step|iter(?:ation)?|epoch|batch)"
+    r"[ =:#]{1,12}(?P<step>\d{1,12})\b"
+)
+"""Bars of progress tell nothing: a loader, a download and an evaluation have them too."""
+_STEPPING = ("step", "train")
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,29 @@ class Scene:
             beats[beat.rank].append(beat)
         return dict(beats)
 
+    def pids_on(self, node: str | None) -> set[int]:
+        """The processes of ranks that are known to run on a node, or may."""
+        if node is None:
+            return {pid for _, pid in self.pids}
+        nowhere = self._pids_of.get(None, set())
+        return self._pids_of.get(node, set()) | nowhere
+
+    @cached_property
+    def _pids_of(self) -> dict[str | None, set[int]]:
+        pids: dict[str | None, set[int]] = defaultdict(set)
+        for host, pid in self.pids:
+            pids[host].add(pid)
+        return dict(pids)
+
+    @cached_property
+    def ends_on(self) -> dict[str | None, list[End]]:
+        """The ends of each node's ranks that were none of ours."""
+        ends: dict[str | None, list[End]] = defaultdict(list)
+        for end in self.ends.values():
+            if end.rank not in self.ours:
+                ends[end.node or self.node_of(end.rank)].append(end)
+        return dict(ends)
+
     @cached_property
     def heard(self) -> frozenset[int | None]:
         """Ranks of which there is output."""
@@ -166,13 +197,43 @@ class Scene:
 
     @cached_property
     def alive(self) -> set[int]:
-        """Ranks with a fresh heartbeat."""
-        return {beat.rank for beat in self.beats if beat.alive and beat.age < FRESH_S}
+        """Ranks with a fresh heartbeat, but for those whose end is known."""
+        fresh = {beat.rank for beat in self.beats if beat.alive and beat.age < FRESH_S}
+        return fresh - set(self.ends)
 
     @cached_property
     def dead(self) -> bool:
         """Whether any rank ended otherwise than with code 0 and than by us."""
         return any(end.code != 0 and end.rank not in self.ours for end in self.ends.values())
+
+    @cached_property
+    def boundaries(self) -> dict[int, float]:
+        """When each rank finished a step last, as its heartbeats tell. Where it stands in another
+        phase the beat may be that phase's begin, and says nothing of a step."""
+        last: dict[int, float] = {}
+        for beat in self.beats:
+            if beat.time is not None and beat.phase.startswith(_STEPPING):
+                last[beat.rank] = max(last.get(beat.rank, -inf), beat.time - beat.age)
+        return last
+
+    @cached_property
+    def last_output(self) -> float:
+        """When any rank printed something last."""
+        times = [signal.time for signal in self.incident.signals
+                 if signal.source == "log" and signal.time is not None]  # fmt: skip
+        return max(times, default=-inf)
+
+    @cached_property
+    def told_steps(self) -> dict[int, list[tuple[float, str, int]]]:
+        """Time, unit and number of each step (iteration, epoch, batch) that a rank's output tells
+        of, in order of time."""
+        told: dict[int, list[tuple[float, str, int]]] = defaultdict(list)
+        for line in self.lines:
+            if line.source != "log" or line.rank is None or line.time is None:
+                continue
+            if _COUNTS.search(line.text) and (step := _TOLD.search(line.text)):
+                told[line.rank].append((line.time, step["unit"].lower(), int(step["step"])))
+        return {rank: sorted(steps) for rank, steps in told.items()}
 
     def steps_after(self, line: Line) -> int:
         """How many lines of the same output tell of the loss of a step after that line."""
@@ -199,10 +260,13 @@ class Scene:
 
 def scene_of(incident: Incident, catalog: Catalog) -> Scene:
     """Read everything that is not itself a failure."""
+    apart = is_structured(incident)
     lines = [
         line
         for number, signal in enumerate(incident.signals)
-        for line in lines_of(signal, number, incident.nodes)
+        for line in lines_of(
+            signal, number, incident.nodes, merged=not apart or signal.rank is None
+        )
     ]
     nodes = {node: tuple(sorted(ranks)) for node, ranks in incident.nodes.items()}
     index = Index(lines, catalog)
@@ -221,6 +285,12 @@ def scene_of(incident: Incident, catalog: Catalog) -> Scene:
     _own_signals(scene)
     _life(scene)
     return scene
+
+
+def is_structured(incident: Incident) -> bool:
+    """Whether what kernels, agents and ends of processes say comes from sources of their own: then
+    the output of a rank is what its program printed, whatever it looks like."""
+    return any(signal.source in _OWN for signal in incident.signals)
 
 
 def _of_last_attempt(lines: list[Line], index: Index) -> list[Line]:

@@ -26,6 +26,9 @@ _RAISED = re.compile(
 )
 _ANY = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: ?(?P<message>.*))?$")
 _BOXED = re.compile(r"^\s*[│|] (?:❱ )?(?P<file>/\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
+_SOURCE = re.compile(r"^(?:\s*\| {4,}| {4,}(?![\s]*[|+│]))\S")
+"""Below a frame: the program's text, also within a group of exceptions; those themselves stand
+further to the left."""
 _IGNORED = re.compile(
     r"^(?:Exception ignored in|Error in atexit|Exception in thread .*(?:pin_memory|QueueFeeder))"
 )
@@ -56,19 +59,24 @@ class Raised:
         return self.type.rpartition(".")[2]
 
 
-def raised_in(lines: Iterable[Line], speaking: Sequence[Line]) -> list[Raised]:
-    """The exceptions in the lines, each stream (rank or signal) by itself. ``speaking``: those of
-    the lines that have what any line of a traceback but its source has."""
+def raised_in(
+    lines: Iterable[Line], speaking: Sequence[Line]
+) -> tuple[list[Raised], set[tuple[int, int]]]:
+    """The exceptions in the lines, each stream (rank or signal) by itself, and the places (signal
+    and order) of their lines of source: these say what the program would do, and not what was.
+    ``speaking``: those of the lines that have what any line of a traceback but its source has."""
     known = {id(line) for line in speaking}
+    source: set[tuple[int, int]] = set()
     signals = {line.signal for line in speaking}
     streams: dict[object, list[Line]] = defaultdict(list)
     for line in lines:
         if line.signal in signals and line.source in _SOURCES:
             streams[(line.signal, line.rank)].append(line)
-    return [found for stream in streams.values() for found in _of_stream(stream, known)]
+    found = [one for stream in streams.values() for one in _of_stream(stream, known, source)]
+    return found, source
 
 
-def _of_stream(lines: list[Line], speaking: set[int]) -> list[Raised]:
+def _of_stream(lines: list[Line], speaking: set[int], source: set[tuple[int, int]]) -> list[Raised]:
     found: list[Raised] = []
     frames: list[re.Match[str]] = []
     inside = ignored = False
@@ -95,6 +103,8 @@ def _of_stream(lines: list[Line], speaking: set[int]) -> list[Raised]:
                 found.pop()  # a loader's worker: the original follows, with its own frames
             found.append(Raised(line, raised["type"], said, _where(frames), ignored=ignored))
             inside, ignored, frames = False, False, []
+        elif frames and _SOURCE.match(text):
+            source.add((line.signal, line.order))
     return found
 
 
