@@ -87,7 +87,8 @@ class Proofs:
         """They hold the state of ``step`` (-1: they begin anew)."""
         for trial in self._trials:
             if trial.restored is None:
-                trial.restored, trial.from_step, trial.tier = now, step, tier
+                # Of a start from nothing the first step is number 1, whatever is posted before it.
+                trial.restored, trial.from_step, trial.tier = now, max(step, 0), tier
 
     def stepped(self, step: int, now: float) -> None:
         """All of them have finished ``step`` at ``now``."""
