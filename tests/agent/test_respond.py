@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from everstep.agent import respond
 from everstep.agent.agree import combine
 from everstep.agent.incident import Case
 from everstep.agent.record import Recorder
@@ -165,3 +166,18 @@ def test_an_end_that_is_no_failure_is_recorded_as_such(end: str) -> None:
     again = told.begin(("a", "b"), None)
     assert again.action == "restart"
     assert not written.of(IncidentRecord)
+
+
+def test_an_error_of_the_judge_costs_the_verdict_and_not_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("a log that nobody has thought of")
+
+    monkeypatch.setattr(respond, "judge", fails)
+    written = Written()
+    decision = responder(written).answer(killed(), lambda _: ())
+    assert decision.action == "restart"
+    (incident,) = written.of(IncidentRecord)
+    assert isinstance(incident, IncidentRecord)
+    assert (incident.verdict.fault, incident.verdict.root_ranks) == ("UNKNOWN_ROOT", ())

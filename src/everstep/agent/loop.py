@@ -198,7 +198,14 @@ class Agent:
         told = [beat for beat in beats if beat.boundary_at > 0.0]
         last = heartbeats(told, now, now - self._began)
         said = (*end.signals, *last, *group.evidence(0.0))
-        seen = self._evidence.of(said, self._began, self._failed, nodes=nodes)
+        try:
+            seen = self._evidence.of(said, self._began, self._failed, nodes=nodes)
+        except Exception as error:  # noqa: BLE001 - a bug of everstep's own costs evidence, no job
+            self._record.say(
+                "evidence.lost", "what was seen could not be gathered, which is a bug of "
+                f"everstep: {type(error).__name__}: {error}", level="error",
+            )  # fmt: skip
+            seen = ()
         return msgspec.structs.replace(end, signals=seen)
 
     def _learn_patience(self, end: NodeEnd) -> None:

@@ -12,6 +12,7 @@ begun is provisional, and what is learnt may stop or move it. A stop waits that 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -209,7 +210,7 @@ class Responder:
     ) -> None:
         """Something was seen while the attempt runs. It goes on; that is recorded by the node that
         leads, and said once an attempt (``told``)."""
-        verdict = judge(incident, self._catalog())
+        verdict = self._judged(incident)
         if verdict.fault == UNKNOWN or (verdict.fault, verdict.root_node) in told:
             return
         told.add((verdict.fault, verdict.root_node))
@@ -275,7 +276,7 @@ class Responder:
         name = before.id if before is not None else f"{attempt}-{self._agent[-4:]}"
         incident = incident_of(case, name)
         changed = case.end.members_changed and not case.end.failures and not case.end.hang
-        verdict = _nodes_changed(case) if changed else judge(incident, self._catalog())
+        verdict = _nodes_changed(case) if changed else self._judged(incident)
         verdict = at_its_step(verdict, case)
         facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
         return IncidentRecord(
@@ -292,6 +293,22 @@ class Responder:
             first_symptom=first_symptom(verdict),
             last_word=told.LastWord(word.exit_code, word.reason) if word else None,
         )
+
+    def _judged(self, incident: Incident) -> Verdict:
+        """The verdict. Whatever a log may hold, a job is not lost by an error of the judge's own:
+        what could not be judged is unknown, and that is said."""
+        try:
+            return judge(incident, self._catalog())
+        except Exception as error:  # noqa: BLE001 - any error there is a bug, and no reason to stop
+            self._record.say(
+                "incident.unjudged", f"incident {incident.id} could not be judged, which is a bug "
+                f"of everstep: {type(error).__name__}: {error}", level="error",
+                trace=traceback.format_exc(),
+            )  # fmt: skip
+            return Verdict(
+                UNKNOWN, "unknown", "restart_in_place",
+                message=f"it could not be judged: {type(error).__name__}",
+            )  # fmt: skip
 
     def _respond(self, case: Case, incident: IncidentRecord) -> Response:
         past = self._chronicle.read()
