@@ -175,6 +175,7 @@ def test_heartbeats_are_of_the_form_that_is_judged() -> None:
     scene = scene_of(Incident("a", tuple(signals), nodes={"here": (1, 2)}), load())
     read = [(beat.rank, beat.step, beat.phase, beat.age) for beat in scene.beats]
     assert read == [(1, 49, "step:collective", 90.0), (2, 49, "my_evaluation", 60.0)]
+    assert scene.boundaries == {1: 0.0, 2: 0.0}, "the phase since then is no step"
 
 
 # -- nodes

@@ -33,6 +33,12 @@ def beat(rank: int, time: float, age: float, step: int = 17, phase: str = "step"
     return Signal("heartbeat", text, rank, "a", time)
 
 
+def stopped(rank: int, time: float, age: float) -> Signal:
+    """A beat of a rank that its program's teardown moved since its last step."""
+    text = f"step=17 phase=ending last_beat_age_s=0.1 last_step_age_s={age:.2f}"
+    return Signal("heartbeat", text, rank, "a", time)
+
+
 def kernel(text: str, time: float, node: str = "a") -> Signal:
     return Signal("kernel", text, None, node, time)
 
@@ -181,6 +187,17 @@ def test_f1_a_rank_that_finished_a_step_after_its_error_did_not_end_of_it() -> N
     assert root(verdict_of(CAUGHT, *silent)) == ("GLOO_CONN_CLOSED", (0,), None)
 
 
+def test_the_age_of_the_last_step_counts_and_not_that_of_a_phase_since() -> None:
+    ended = (out(1, 139.9, "please give --data"), end(1, 140.0, 1))
+    peer = (out(0, 140.2, PEER), end(0, 143.0, 1))
+    beats = (stopped(0, 143.0, 3.3), stopped(1, 143.0, 3.3))
+    verdict = verdict_of(CAUGHT, *ended, *peer, *beats)
+    assert root(verdict) == ("GLOO_CONN_CLOSED", (1,), None)
+    assert verdict.message.endswith("please give --data")
+    late = (out(1, 500.0, CLEAN), end(1, 503.0, 1), stopped(1, 503.0, 3.2))
+    assert root(verdict_of(*late)) == BUG
+
+
 def test_an_error_after_the_last_step_is_its_end_however_long_the_process_took_to_go() -> None:
     peers = (
         out(1, 700.0, watchdog(1, 12, 12, 11)),
@@ -234,6 +251,10 @@ def test_what_a_rank_said_minutes_before_another_one_ended_is_not_the_root() -> 
 def test_a_bare_line_does_not_take_the_place_of_a_traceback_that_ended_a_rank() -> None:
     said = out(0, 499.0, "sample: OSError: [Errno 28] No space left on device: '/x'")
     assert root(verdict_of(said, *FAILED)) == BUG
+    before = out(0, 490.0, tb("OSError: [Errno 28] No space left on device: '/x'"))
+    assert root(verdict_of(before, *FAILED)) == BUG
+    same = out(0, 499.0, tb("OSError: [Errno 28] No space left on device: '/x'"))
+    assert root(verdict_of(same, *FAILED))[:2] == ("DISK_FULL", (0,))
 
 
 PRINTED = (

@@ -14,7 +14,7 @@ from everstep.faults.foreign import foreign, names_process
 from everstep.faults.lines import is_of_others
 from everstep.faults.match import Fact
 from everstep.faults.scene import Scene, is_structured
-from everstep.faults.survival import Onset, onset, outlived
+from everstep.faults.survival import ENDS_S, STEPS_S, Onset, onset, outlived
 from everstep.faults.tracebacks import Raised
 
 PRINTED = "a program's output is no word of a kernel or a scheduler"
@@ -39,7 +39,7 @@ def set_apart(
         if not why[number] and fact.kind == "program":
             why[number] = outlived(fact, scene, began)
     left = [(number, fact) for number, fact in enumerate(told) if not why[number]]
-    for number in _bare(left, began):
+    for number in _beside(left, began, scene):
         why[number] = BARE
     pairs = list(zip(told, why, strict=True))
     return [fact for fact, said in pairs if not said], [pair for pair in pairs if pair[1]]
@@ -68,14 +68,27 @@ def _is_printed(fact: Fact, scene: Scene) -> bool:
     return (domain == "network" and "NCCL" not in line.text) or is_of_others(line.text)
 
 
-def _bare(told: list[tuple[int, Fact]], began: Onset | None) -> list[int]:
-    """Lines without a traceback, of ranks that did not end first, beside the traceback of one that
-    did."""
+def _beside(told: list[tuple[int, Fact]], began: Onset | None, scene: Scene) -> list[int]:
+    """Where a traceback stands right before the first end of all, of its rank: what ranks that did
+    not end first said in a line alone, or in a traceback long before that they lived on after,
+    until they were ended by us."""
     programs = [(number, fact) for number, fact in told if fact.kind == "program"]
-    if began is None or not any(f.frame and f.line.rank in began.first for _, f in programs):
+    if began is None or not any(_is_end(fact, began) for _, fact in programs):
         return []
     return [
         number for number, fact in programs
         if fact.line.source == "log" and fact.line.rank is not None
-        and fact.line.rank not in began.first and not fact.frame and fact.severity != "notice"
+        and fact.line.rank not in began.first and fact.severity != "notice"
+        and (not fact.frame or _lived(fact, began, scene))
     ]  # fmt: skip
+
+
+def _is_end(fact: Fact, began: Onset) -> bool:
+    if not fact.frame or fact.line.rank not in began.first:
+        return False
+    return fact.line.time is None or fact.line.time >= began.ended - ENDS_S
+
+
+def _lived(fact: Fact, began: Onset, scene: Scene) -> bool:
+    time = fact.line.time
+    return time is not None and time < began.ended - STEPS_S and fact.line.rank in scene.ours

@@ -55,6 +55,7 @@ _SENT = re.compile(
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
 _AGE = re.compile(r"\blast_beat_age_s=(?P<age>[\d.]+)")
+_STEP_AGE = re.compile(r"\blast_step_age_s=(?P<age>[\d.]+)")
 _BEAT_STEP = re.compile(r"\bstep=(?P<step>\d+)")
 _PHASE = re.compile(r"\bphase=(?P<phase>\S+)")
 _PROGRESS = re.compile(
@@ -78,7 +79,8 @@ _STEPPING = ("step", "train")
 
 @dataclass(frozen=True)
 class Beat:
-    """What a heartbeat says. ``age`` in seconds at ``time``."""
+    """What a heartbeat says. ``age`` in seconds at ``time``; ``stepped``: since a step ended, None
+    where that is not told."""
 
     rank: int
     step: int | None
@@ -86,6 +88,7 @@ class Beat:
     age: float
     time: float | None
     alive: bool
+    stepped: float | None = None
 
 
 @dataclass
@@ -208,12 +211,14 @@ class Scene:
 
     @cached_property
     def boundaries(self) -> dict[int, float]:
-        """When each rank finished a step last, as its heartbeats tell. Where it stands in another
-        phase the beat may be that phase's begin, and says nothing of a step."""
+        """When each rank finished a step last, as its heartbeats tell. Without that word, a beat
+        in another phase may be that phase's begin, and says nothing of a step."""
         last: dict[int, float] = {}
         for beat in self.beats:
-            if beat.time is not None and beat.phase.startswith(_STEPPING):
-                last[beat.rank] = max(last.get(beat.rank, -inf), beat.time - beat.age)
+            stepping = beat.age if beat.phase.startswith(_STEPPING) else None
+            age = beat.stepped if beat.stepped is not None else stepping
+            if beat.time is not None and age is not None:
+                last[beat.rank] = max(last.get(beat.rank, -inf), beat.time - age)
         return last
 
     @cached_property
@@ -444,10 +449,12 @@ def _beat(line: Line) -> list[Beat]:
     if age is None or line.rank is None:
         return []
     step, phase = _BEAT_STEP.search(line.text), _PHASE.search(line.text)
+    stepped = _STEP_AGE.search(line.text)
     return [
         Beat(
             line.rank, int(step["step"]) if step else None, phase["phase"] if phase else "",
             float(age["age"]), line.time, "process=dead" not in line.text,
+            float(stepped["age"]) if stepped else None,
         )
     ]  # fmt: skip
 

@@ -37,9 +37,10 @@ _OF_NODES = frozenset(("gpu_hardware", "host", "network"))
 @dataclass(frozen=True)
 class Onset:
     """When it began to fail: by the first end or error of a peer, less the time that was waited.
-    ``first``: the ranks that ended first."""
+    ``ended``: the first end; ``first``: the ranks that ended then."""
 
     time: float
+    ended: float
     first: frozenset[int]
 
 
@@ -54,7 +55,7 @@ def onset(facts: Iterable[Fact], scene: Scene) -> Onset | None:
     times = [earliest, *(time for fact in facts for time in _felt(fact))]
     times += [beat.time - beat.age for beat in scene.beats
               if beat.time is not None and beat.age >= LONG_S]  # fmt: skip
-    return Onset(min(times), frozenset(first))
+    return Onset(min(times), earliest, frozenset(first))
 
 
 def waited(text: str) -> float:

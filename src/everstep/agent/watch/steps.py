@@ -43,11 +43,18 @@ def heartbeats(
     return [
         Signal(
             "heartbeat", f"step={beat.step} phase={_word(beat, waiting or {})} "
-            f"last_beat_age_s={max(0.0, now - beat.moved_at):.1f}",
+            f"last_beat_age_s={max(0.0, now - beat.moved_at):.1f}{_stepped(beat, now)}",
             rank=beat.rank, time=time, mono=now,
         )
         for beat in beats
     ]  # fmt: skip
+
+
+def _stepped(beat: RankBeat, now: float) -> str:
+    """How long ago it ended a step, where it did: a phase that began since then moved it, too."""
+    if beat.boundary_at <= 0.0 or beat.step < 0:
+        return ""
+    return f" last_step_age_s={max(0.0, now - beat.boundary_at):.2f}"
 
 
 def _word(beat: RankBeat, waiting: Mapping[int, bool]) -> str:
