@@ -54,8 +54,8 @@ _SENT = re.compile(
 )
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal SIG")
 _NUMBERS = re.compile(r"(\d+)(?: ?(?:-|to) ?(\d+))?")
-_AGE = re.compile(r"\blast_beat_age_s=(?P<age>[\d.]+)")
-_STEP_AGE = re.compile(r"\blast_step_age_s=(?P<age>[\d.]+)")
+_AGE = re.compile(r"\blast_beat_age_s=(?P<age>\d+(?:\.\d+)?)")
+_STEP_AGE = re.compile(r"\blast_step_age_s=(?P<age>\d+(?:\.\d+)?)")
 _BEAT_STEP = re.compile(r"\bstep=(?P<step>\d+)")
 _PHASE = re.compile(r"\bphase=(?P<phase>\S+)")
 _PROGRESS = re.compile(
