@@ -339,3 +339,13 @@ def test_records_lose_the_secrets_of_all_their_texts() -> None:
     assert found.root_ranks == (1,)
     assert redacted(LastWord(3, bad)) == LastWord(3, good)
     assert redacted(found) is found, "nothing to do, nothing made"
+
+
+def test_a_mark_of_two_bytes_behind_a_secret_is_not_cut_in_two() -> None:
+    for text in (
+        "secret_key=***\x80",
+        "password=hunter2abc\x80é",
+        "token=hf_" + "a1" * 17 + "\u200b",
+    ):
+        assert "hunter2abc" not in redact(text)
+        assert redact(redact(text)) == redact(text)

@@ -326,12 +326,21 @@ def _without(raw: bytes, spans: list[tuple[int, int]]) -> bytes:
     """Quotes around a value stay, so that the text can be read as before."""
     parts: list[bytes] = []
     end = 0
-    for start, stop in spans:
+    for first, last in spans:
+        start, stop = max(end, _edge(raw, first, -1)), _edge(raw, last, 1)
         found = _QUOTES.match(raw, start, stop)
         quote = found.group() if found else b""
         parts += (raw[end:start], quote, GONE.encode(), quote.lstrip(b"bBfFrRuU"))
         end = stop
     return b"".join((*parts, raw[end:]))
+
+
+def _edge(raw: bytes, at: int, step: int) -> int:
+    """The next place from ``at`` on, in that direction, that is not within a character: what a
+    view leaves out may have more than one byte."""
+    while 0 < at < len(raw) and raw[at] & 0xC0 == 0x80:
+        at += step
+    return at
 
 
 @cache
