@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 
+import msgspec
+
 from everstep.faults import budget
 from everstep.faults.budget import Budgets
 from everstep.faults.fold import History
@@ -169,6 +171,9 @@ class _Chooser:
         node, weight = blamed_node(self.incident, self.policy.rules)
         if weight and node not in self.situation.nodes:
             return _Leaving(why=f"node {node} has no part in it any more")
+        if node in self.situation.lost:
+            # It may come back, and no worse for it: only what is decided now does without it.
+            return _Leaving(avoided=(node,))
         if weight and (weight >= 1.0 or self._distrusted()):
             return self._shut_out(node)
         if wanted != "restart_elsewhere" or (not verdict.root_node and self.times > 1):
@@ -262,12 +267,22 @@ class _Chooser:
         alert = f"no node is there to take the place of {lacking}"
         absent = leaving.nodes & set(self.situation.lost) or self.incident.cause == "external"
         if absent or set(self.situation.nodes) & self.gone or leaving.excluded:
-            return Draft(self._wait(alert), f"{why}; {alert}", alerts=(alert,))
+            return Draft(
+                self._wait_for_nodes(alert, leaving.nodes), f"{why}; {alert}", alerts=(alert,)
+            )
         return replace(self._in_place(f"{why}; {alert}"), alerts=(alert,))
 
     def _short_of_nodes(self, why: str) -> Draft:
         alert = "too few nodes are left for the job"
-        return Draft(self._wait(alert), f"{why}; {alert}", alerts=(alert,))
+        return Draft(self._wait_for_nodes(alert), f"{why}; {alert}", alerts=(alert,))
+
+    def _wait_for_nodes(self, why: str, leaving: Collection[str] = ()) -> Rung:
+        """The nodes meet as soon as there are enough: only one that is there and must not be used
+        again at once is a reason for a delay."""
+        rung = self._wait(why)
+        lacking = (self.gone | set(leaving)) & set(self.situation.nodes)
+        present = lacking - set(self.situation.lost)
+        return rung if present else msgspec.structs.replace(rung, delay=0.0)
 
     def _without(self, away: Collection[str]) -> tuple[str, ...] | None:
         """The nodes of an attempt without some: spares in their place, else a smaller world."""
