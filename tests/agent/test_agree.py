@@ -99,5 +99,5 @@ def test_agent_shows_life_while_it_watches_and_no_longer(monkeypatch: pytest.Mon
     one, other = _round_of(2)
     with agree.sign_of_life(one):
         assert poll(lambda: int(other.signs_of_life().get(0, 0)) > 3, 20.0)
-    assert not [t for t in threading.enumerate() if t.name == "everstep-alive"]
+    assert poll(lambda: not [t for t in threading.enumerate() if t.name == "everstep-alive"], 20.0)
     assert sorted(other.signs_of_life()) == [0]

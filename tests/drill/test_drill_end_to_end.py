@@ -70,6 +70,7 @@ def _check(tmp_path: Path, faults: str, *, steps: int) -> dict[str, Any]:
     return reports
 
 
+@pytest.mark.soak  # `make demo` does the same; the matrix has six faults in `make test`
 @pytest.mark.timeout(300)
 def test_faults_are_overcome_and_nothing_differs(tmp_path: Path) -> None:
     """R4, and the drill's own promise: afterwards no process of the runs is left."""

@@ -235,6 +235,9 @@ class Trial:
             "TMPDIR": str(self.folder / "tmp"),
             "EVERSTEP_SNAPSHOT_EVERY": "1",
             "EVERSTEP_CHECKPOINT_EVERY": "0",
+            # More deaths within a minute than in a year of real life: what is proved here is state.
+            "EVERSTEP_PER_FINGERPRINT": "0",
+            "EVERSTEP_WINDOW_RESTARTS": "0",
             "EVERSTEP_FINAL_DEADLINE": "90",
             # For the examples that import another one, where the script is not Python's own.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(EXAMPLES), kept.get("PYTHONPATH")])),
