@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 GPT, OTHERS = "gpt_ddp.py", sorted(SMALL.keys() - {"gpt_ddp.py"})
 IN_TEST = (1,)
-"""One in which a rank dies while it loads, and one in which the keeper dies in the election."""
+"""One in which a rank dies while it loads; the soak has the others."""
 SEEDS = range(1, 21)
 
 ELSEWHERE = {
