@@ -155,3 +155,22 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def hosts_store(agent: Agent, flags: list[str]) -> bool:
+    """Whether the process listens on the rendezvous' port."""
+    name = "--rdzv-endpoint" if "--rdzv-endpoint" in flags else "--master-port"
+    port = int(flags[flags.index(name) + 1].rpartition(":")[2])
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{agent.pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                listening.add(f"socket:[{fields[9]}]")
+    held = set()
+    for name in os.listdir(f"/proc/{agent.pid}/fd"):
+        try:
+            held.add(os.readlink(f"/proc/{agent.pid}/fd/{name}"))
+        except FileNotFoundError:
+            continue  # closed since it was listed
+    return bool(listening & held)

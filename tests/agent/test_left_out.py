@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import Agent, Start, rendezvous, wait_for
+from forked import Agent, Start, hosts_store, rendezvous, wait_for
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from everstep.core import exits
@@ -30,6 +30,7 @@ def test_a_node_whose_gpu_fell_off_the_bus_is_left_out_and_a_spare_takes_its_pla
     kernel = tmp_path / "kernel.log"
     kernel.touch()
     good = start(*flags, script=FALLS, EVERSTEP_NODE_NAME="good")
+    good.until(lambda: hosts_store(good, flags))  # the one that parts must not be the host
     bad = start(*flags, script=FALLS, EVERSTEP_NODE_NAME="bad", EVERSTEP_KERNEL_LOG=str(kernel))
     wait_for(lambda: len(list(tmp_path.glob("up-0-*"))) == 2, good.said)
     with monkeypatch.context() as patched:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from forked import Agent, Start, alive, rendezvous, wait_for
+from forked import Agent, Start, alive, hosts_store, rendezvous, wait_for
 
 from everstep.agent import agree, supervise
 from everstep.agent import line as lines
@@ -63,7 +63,7 @@ def test_a_new_agent_takes_the_place_of_a_dead_one(start: Start, tmp_path: Path)
     flags = rendezvous("c10d")[0]
     leader = start(*flags, script=script)
     # The agent that holds the rendezvous' store cannot be replaced; the other one can.
-    leader.until(lambda: _hosts_store(leader, flags))
+    leader.until(lambda: hosts_store(leader, flags))
     follower = start(*flags, script=script)
     first = [leader, follower]
     wait_for(lambda: len(begun(first)) == 4, lambda: leader.said() + follower.said())
@@ -180,7 +180,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(600)
 """
     leader = start(*flags[0], script=script)
-    leader.until(lambda: _hosts_store(leader, flags[0]))
+    leader.until(lambda: hosts_store(leader, flags[0]))
     with monkeypatch.context() as patched:
         patched.setattr(points, "_plan", _DIES_BEFORE_WORKERS)
         dead = start(*flags[1], script=script)
@@ -210,28 +210,9 @@ def _two(start: Start, backend: str, flags: list[list[str]] | None = None) -> tu
     flags = flags or rendezvous(backend)
     script = SCRIPT.replace("DEATHS", "0")
     leader = start(*flags[0], script=script)
-    leader.until(lambda: _hosts_store(leader, flags[0]))
+    leader.until(lambda: hosts_store(leader, flags[0]))
     follower = start(*flags[1], script=script)
     both = [leader, follower]
     wait_for(lambda: len(begun(both)) == 4, lambda: leader.said() + follower.said())
     assert {printed.split()[1] for printed in leader.printed()} == {"0"}
     return leader, follower
-
-
-def _hosts_store(agent: Agent, flags: list[str]) -> bool:
-    """Whether the process listens on the rendezvous' port."""
-    name = "--rdzv-endpoint" if "--rdzv-endpoint" in flags else "--master-port"
-    port = int(flags[flags.index(name) + 1].rpartition(":")[2])
-    listening = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{agent.pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                listening.add(f"socket:[{fields[9]}]")
-    held = set()
-    for name in os.listdir(f"/proc/{agent.pid}/fd"):
-        try:
-            held.add(os.readlink(f"/proc/{agent.pid}/fd/{name}"))
-        except FileNotFoundError:
-            continue  # closed since it was listed
-    return bool(listening & held)

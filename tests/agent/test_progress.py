@@ -54,7 +54,8 @@ def test_a_job_that_was_stopped_for_good_is_not_started_again(start: Start) -> N
     again = start(*FORKED, script=FAILS_AT_THE_SAME_STEP)
     assert again.wait() == exits.REPEATED, again.said()
     assert not again.events("attempt.started")[2:]
-    assert "retry --reset-budget" in again.said()
+    assert "not started, because it was stopped for good before" in again.said()
+    assert "--reset-budget" in again.said()
 
 
 EVERY_RANK_FAILS = """

@@ -6,6 +6,7 @@ an error that prevents a run. Never does: decide. Called by: the loop, begin, ma
 
 from __future__ import annotations
 
+import shlex
 import time
 
 from everstep.agent import report
@@ -62,6 +63,8 @@ def tell_end(
         told = "the job cannot go on: see the error above; a restart would not help"
     elif not quiet and any(not failure.ours for failure in failures):
         report.tell(launch.name, failures)
+    where = f"--store {shlex.quote(launch.settings.store)} --job {shlex.quote(launch.settings.job)}"
+    told = told.replace("everstep retry ", f"everstep retry {where} ")
     record.say(
         "job.stopped", f"exit code {decision.exit_code}: {told}",
         level="info" if quiet else "error", exit_code=decision.exit_code,

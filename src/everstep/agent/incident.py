@@ -16,7 +16,9 @@ from everstep.agent.decide import AttemptEnd, WorkerEnd
 from everstep.agent.line import SILENT_SECONDS
 from everstep.agent.rendezvous import NodeEnd, Plan
 from everstep.faults.history import AttemptFacts
-from everstep.faults.records import Incident, Signal, Verdict
+from everstep.faults.records import Evidence, Incident, Signal, Verdict
+
+SHOWN_STACKS = 4
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,23 @@ def at_its_step(verdict: Verdict, case: Case) -> Verdict:
         return verdict
     done = min(roots, default=case.end.finished_step)
     return msgspec.structs.replace(verdict, step=max(done, case.end.restored) + 1)
+
+
+def with_stacks(verdict: Verdict, incident: Incident) -> Verdict:
+    """The verdict of a hang with what the ranks were seen to do, its roots first: the place in the
+    program is what a person looks for. Each rank's newest stack."""
+    newest = {one.rank: one for one in incident.signals if one.source == "stack"}
+    order = sorted(newest, key=lambda rank: (rank not in verdict.root_ranks, rank or 0))
+    seen = tuple(
+        Evidence(
+            newest[rank].text, "stack", rank=rank, node=newest[rank].node, time=newest[rank].time,
+            role="root" if rank in verdict.root_ranks else "noise", why="what it was seen to do",
+        )
+        for rank in order[:SHOWN_STACKS]
+    )  # fmt: skip
+    known = {item.text for item in verdict.evidence}
+    more = tuple(item for item in seen if item.text not in known)
+    return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *more))
 
 
 def _signals(case: Case) -> Iterator[Signal]:

@@ -21,7 +21,7 @@ import msgspec
 
 from everstep.agent.chronicle import Chronicle
 from everstep.agent.decide import Decision, LastWord, first, last_word
-from everstep.agent.incident import Case, at_its_step, facts_of, incident_of
+from everstep.agent.incident import Case, at_its_step, facts_of, incident_of, with_stacks
 from everstep.agent.record import Recorder
 from everstep.core import exits, points
 from everstep.faults import history as told
@@ -111,7 +111,11 @@ class Responder:
         response = begin(past, situation, self._policy, self._chronicle.stamp(), facts)
         made = response.decision
         incident = fold([*past, *response.records]).incident(made.incident)
-        return self._carry_out(response, incident)
+        decision = self._carry_out(response, incident)
+        if made.stops and not response.records:
+            why = f"not started, because it was stopped for good before: {decision.reason}"
+            return replace(decision, reason=why)
+        return decision
 
     def answer(self, case: Case, more: Gather) -> Decision:
         """What follows an attempt that has ended."""
@@ -277,7 +281,7 @@ class Responder:
         incident = incident_of(case, name)
         changed = case.end.members_changed and not case.end.failures and not case.end.hang
         verdict = _nodes_changed(case) if changed else self._judged(incident)
-        verdict = at_its_step(verdict, case)
+        verdict = with_stacks(at_its_step(verdict, case), incident)
         facts = facts_of(case, time.monotonic(), offline=self._chronicle.offline)
         return IncidentRecord(
             id=name,
@@ -343,6 +347,11 @@ class Responder:
             provisional=made.provisional, budget=dict(made.budget), advice=made.advice,
             reason=made.reason,
         )  # fmt: skip
+        if made.advice:
+            self._record.say(
+                "decision.advised", f"advice, which is not followed: {made.advice}",
+                incident=made.incident,
+            )  # fmt: skip
         for alert in made.alerts:
             self._record.say("fault.alert", alert, level="warning", incident=made.incident)
         if made.stops or made.alerts:

@@ -32,6 +32,7 @@ from everstep.faults.history import (
 from everstep.faults.ladder import Draft
 from everstep.faults.records import UNKNOWN, Verdict
 from everstep.faults.situation import Policy, Situation
+from everstep.faults.suspicion import excluded, standings
 
 
 class Response(NamedTuple):
@@ -293,7 +294,10 @@ def _reset_since(history: History, decision: DecisionRecord) -> bool:
 
 def _lost(life: Life, facts: AttemptFacts | None, at: Stamp) -> IncidentRecord:
     """The incident of an attempt whose agent left no word. What it failed of is not known."""
-    verdict = Verdict(fault=UNKNOWN, domain="unknown", action="restart_in_place")
+    verdict = Verdict(
+        UNKNOWN, "unknown", "restart_in_place",
+        message="the agent that ran it left no word: it was killed, or its host went down",
+    )  # fmt: skip
     return IncidentRecord(
         id=f"lost-{life.attempt}",
         attempt=life.attempt,
@@ -321,6 +325,7 @@ def _start(
         sequence=next_sequence(past, attempt),
         begins=attempt + 1,
         budget=budget.left(_with_this(budgets, history, attempt > 0), None, policy.limits),
+        alerts=_used_all_the_same(history, rung, policy),
         limits=policy.limits,
     )
     taken = bool(history.lives) and history.lives[-1].cause == "external"
@@ -338,6 +343,14 @@ def _start(
             fault=rules.LOOP, begins=None, exit_code=exits.NO_PROGRESS,
         )  # fmt: skip
     return Response((record,), record)
+
+
+def _used_all_the_same(history: History, rung: Rung, policy: Policy) -> tuple[str, ...]:
+    shut_out = sorted(excluded(standings(history, policy.rules)) & set(rung.nodes))
+    if not shut_out:
+        return ()
+    names = ", ".join(shut_out)
+    return (f"excluded, and used all the same, because no other node is there: {names}",)
 
 
 # records and words

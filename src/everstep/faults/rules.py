@@ -27,6 +27,8 @@ RESTARTS: tuple[Action, ...] = (
     "wait_and_retry",
     "rollback",
 )
+SHORT = 200
+"""Characters of a message in one line."""
 _RESET = 'everstep retry --reset-budget "what was changed"'
 
 
@@ -209,8 +211,17 @@ def describe(incident: IncidentRecord) -> str:
     if verdict.frame:
         parts.append(f"in {verdict.frame}")
     if verdict.message:
-        parts.append(f"({verdict.message[:200]})")
+        parts.append(f"({_in_short(verdict.message)})")
     return " ".join(parts)
+
+
+def _in_short(message: str) -> str:
+    """No more of a long message than its first sentences, or words."""
+    if len(message) <= SHORT:
+        return message
+    cut = message[:SHORT]
+    sentence = cut.rfind(". ")
+    return cut[: sentence + 1] if sentence > SHORT // 3 else cut[: cut.rfind(" ")] + " ..."
 
 
 def replace_why(rung: Rung, why: str) -> Rung:
