@@ -29,6 +29,7 @@ pytestmark = pytest.mark.bench
 TINY = recover.RecoverSetup(pairs=1, every=4, width=32, layers=1, batch=2)
 
 
+@pytest.mark.soak
 def test_recover_measures_every_phase_of_a_real_kill_under_everstep(tmp_path: Path) -> None:
     found = recover.one_recovery(TINY, "everstep", 0, 0.5, tmp_path / "run", 0.2)
     assert tuple(found.phases) == PHASES

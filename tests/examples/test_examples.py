@@ -33,8 +33,8 @@ def test_every_example_is_listed_and_short() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "resnet_amp_accumulate.py",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in SMALL if "resnet" not in name),
+        "embedding_sparse.py",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in SMALL if "sparse" not in name),
     ],
 )
 def test_an_example_that_is_stopped_and_started_again_goes_on_exactly(
