@@ -10,6 +10,7 @@ from told import EXCEPTION, FOUR, GPU, NAN, SOFT, TIMEOUT, UNKNOWN, Agent, point
 
 from everstep.core import exits
 from everstep.core.history import BODY_BYTES, Entry
+from everstep.core.ids import Point
 from everstep.faults.budget import cause_of, last_limits
 from everstep.faults.decide import begin, respond
 from everstep.faults.fold import fold
@@ -17,6 +18,7 @@ from everstep.faults.history import (
     AttemptFacts,
     DecisionRecord,
     LastWord,
+    RecoveryPoint,
     Rung,
     Stamp,
     WordRecord,
@@ -655,3 +657,16 @@ def test_respond_and_begin_leave_their_arguments_alone() -> None:
     assert records == tuple(told.records)
     assert isinstance(records[0], DecisionRecord)
     assert isinstance(records[0].rung, Rung)
+
+
+def test_a_roll_back_is_not_made_again_for_a_target_that_has_only_grown_older() -> None:
+    """What was sound is healthy two seconds later, and a newer one may be: the attempt that went
+    on from it is left alone. An older target moves it."""
+    young = [RecoveryPoint(Point(step, 1), sound=True) for step in (4, 6)]
+    for aged, action in (((4, 6), "continue"), ((4, 6, 8), "continue"), ((4,), "rollback")):
+        told = agent(checkpoints=tuple(young))
+        told.start()
+        first = told.fails(NAN, closed=False)
+        assert (first.action, first.rung.recovery) == ("rollback", young[1])
+        told.situation = msgspec.structs.replace(told.situation, checkpoints=points(*aged))
+        assert late(told, NAN).action == action

@@ -202,8 +202,9 @@ def _why_move(before: DecisionRecord, draft: Draft) -> str:
     blamed = {*draft.excluded, *draft.avoided} & set(before.rung.nodes)
     if blamed and draft.action in ("restart_elsewhere", "rollback"):
         return f"it runs on {', '.join(sorted(blamed))}"
-    older = draft.rung.recovery
-    if draft.action == "rollback" and older != before.rung.recovery:
+    wanted, taken = draft.rung.recovery, before.rung.recovery
+    older = wanted is not None and (taken is None or wanted.point < taken.point)
+    if draft.action == "rollback" and older:
         return "it went on from a state that is not sound"
     return ""
 
