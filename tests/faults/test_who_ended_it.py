@@ -363,3 +363,15 @@ def test_an_end_without_a_word_is_told_in_words_and_stays_one_failure() -> None:
     assert fingerprint(code).key != fingerprint(plain).key
     assert verdict_of(end(1, 500.0, -9), CAUGHT, beat(0, 500.0, 0.1)).discarded
     assert verdict_of(beat(0, 500.0, 0.1)).message == "nothing that was seen names a cause"
+
+
+@pytest.mark.parametrize("name", ["train_gpt", "dp0:train", "uvicorn", "python3"])
+def test_in_a_container_a_process_that_ended_at_that_moment_may_be_called_anything(
+    name: str,
+) -> None:
+    """And one that is called anything and ended at another moment is none of the job's."""
+    line = f"Memory cgroup out of memory: Killed process 99321 ({name}) total-vm:9kB, anon-rss:8kB"
+    killed = (end(1, 500.1, -9), end(0, 501.0, -9, ours=True))
+    assert root(verdict_of(kernel(line, 500.0), *killed))[:2] == ("HOST_OOM_KILL", (1,))
+    if not name.startswith("python"):
+        assert root(verdict_of(kernel(line, 490.0), *killed))[:2] == (UNKNOWN, ())

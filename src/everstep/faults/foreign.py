@@ -20,6 +20,8 @@ from everstep.faults.tracebacks import Raised
 
 NEAR_S = 30.0
 """Seconds between what the kernel says of a process and its end, as clocks and collectors go."""
+JUST_S = 2.0
+"""Within which what the kernel says and an end are one moment."""
 
 _NAME = re.compile(
     r"(?i)\btask=(?P<task>[^,\s]+),pid=|kill(?:ed)? process \d+,? \(?(?P<killed>[^),]+)"
@@ -51,7 +53,11 @@ def foreign(fact: Fact, raised: Mapping[str | None, list[Raised]], scene: Scene)
     if not known or pid in known or _tells_of(pid, here) or _of_its_device(fact, scene):
         return ""
     name = _named(fact.line.text)
-    if (not name or _PYTHON.search(name)) and _may_be(fact, here, _ended(node, scene)):
+    ended = _ended(node, scene)
+    # A process may call itself anything: of one that ended at that very moment no name is asked,
+    # unless the whole host was short of memory, where others are killed as well.
+    likely = not name or _PYTHON.search(name) or any(_just_then(fact, end) for end in ended)
+    if likely and _may_be(fact, here, ended):
         return ""
     called = f" ({name})" if name else ""
     return f"process {pid}{called} is no worker of this attempt"
@@ -94,6 +100,15 @@ def _may_be(fact: Fact, here: list[Raised], ended: Iterable[End]) -> bool:
     if any(end.signal not in (0, TERM) for end in ends):
         return True
     return not here or not all(plain(f"{each.type}: {each.message}") for each in here)
+
+
+def _just_then(fact: Fact, end: End) -> bool:
+    fits = {"HOST_OOM_KILL": {KILL}, "NATIVE_CRASH": _CRASHING}.get(fact.fault, set())
+    said, ended = fact.line.time, end.time
+    known = said is not None and ended is not None
+    if fact.fault == "HOST_OOM_KILL" and "cgroup" not in fact.line.text:
+        return False
+    return known and end.signal in fits and abs((ended or 0.0) - (said or 0.0)) <= JUST_S
 
 
 def _ended(node: str | None, scene: Scene) -> list[End]:
