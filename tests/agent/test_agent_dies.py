@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from forked import Agent, Start, rendezvous, wait_for
+from forked import Agent, Start, hosts_store, rendezvous, wait_for
 
 from everstep.core import exits, points
 from everstep.faults.fold import History, fold
@@ -160,6 +160,7 @@ while not os.path.exists("go"):
 """
     flags = rendezvous(backend, (1, 1))
     dead = start_dying("agent.decision.before_announce", 0, *flags[0], script=script)
+    dead.until(lambda: hosts_store(dead, flags[0]))  # so that it is the one that leads
     follower = start(*flags[1], script=script)
     assert dead.wait() == -signal.SIGKILL, dead.said()
     wait_for(lambda: "Waiting for it to come back" in follower.said(), follower.said)
