@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from everstep.agent.aside import answer
 from everstep.agent.record import Recorder
 from everstep.core import points
 from everstep.core.clock import Clock
@@ -252,9 +253,9 @@ class _Asking:
         """None once ``call`` has come back, else why it has not. One that hangs goes on, and what
         is asked after it waits behind it."""
         hangs = self._last is not None and not self._last.done()
-        answer = self._last = self.submit(call)
+        asked = self._last = self.submit(call)
         try:
-            answer.result(0.1 if hangs else seconds)
+            asked.result(0.1 if hangs else seconds)
         except TimeoutError:
             return "it does not answer" if hangs else f"no answer for {seconds:g} s"
         except (StoreError, OSError) as error:
@@ -268,9 +269,9 @@ class _Asking:
                 target=self._serve, name="everstep-history", daemon=True
             )
             self._thread.start()
-        answer: Future[None] = Future()
-        self._calls.put(partial(_answer, call, answer))
-        return answer
+        found: Future[None] = Future()
+        self._calls.put(partial(answer, call, found))
+        return found
 
     def close(self) -> None:
         self._calls.put(None)
@@ -278,10 +279,3 @@ class _Asking:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-
-
-def _answer(call: Callable[[], T], answer: Future[T]) -> None:
-    try:
-        answer.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - raised again by whoever takes the answer
-        answer.set_exception(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from everstep.agent.aside import aside
 from everstep.agent.record import Recorder
 from everstep.agent.watch.flight import Flight
 from everstep.agent.watch.stacks import Sample, Stacks
@@ -152,7 +152,7 @@ class HangWatch:
         if not self.suspects:
             self._samples = []  # of a suspicion that is over
         if found.look and self._looking is None:
-            self._looking = _in_thread(self._stacks.look)
+            self._looking = aside(self._stacks.look, "everstep-stacks")
         self._next = now + (_BUSY if self._looking is not None else self._every)
         return self._found(found) if found.stage == "act" else None
 
@@ -161,10 +161,10 @@ class HangWatch:
         :data:`EVIDENCE_SECONDS`. Where this node had no suspicion of its own (another one had) it
         looks twice now."""
         deadline = now + EVIDENCE_SECONDS
-        flight = _in_thread(lambda: self._flight.dump(deadline))
+        flight = aside(lambda: self._flight.dump(deadline), "everstep-stacks")
         while len(self._samples) < _LOOKS_KEPT and self._clock() < deadline:
             if self._looking is None:
-                self._looking = _in_thread(self._stacks.look)
+                self._looking = aside(self._stacks.look, "everstep-stacks")
             if not _wait(self._looking, deadline - self._clock()):
                 break
             self._take_sample()
@@ -278,20 +278,6 @@ def _moving(found: Finding, policy: HangPolicy) -> str:
         f"on until {policy.last(0.0):.0f} s. What takes long by right says so: "
         '`with run.long_phase("evaluation"):`'
     )
-
-
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run it in a thread of its own, which the agent's end does not wait for."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="everstep-stacks", daemon=True).start()
-    return future
 
 
 def _wait(future: Future[T], seconds: float) -> bool:

@@ -21,6 +21,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+from everstep.agent.aside import answer
 from everstep.errors import RendezvousLost
 
 SILENT_SECONDS = 12.0
@@ -86,22 +87,22 @@ class Line:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Have ``call`` ask the store; nothing is waited for."""
-        answer: Future[T] = Future()
-        self._calls.put(partial(_answer, call, answer))
-        return answer
+        found: Future[T] = Future()
+        self._calls.put(partial(answer, call, found))
+        return found
 
     def ask(self, call: Callable[[], T]) -> T:
         """What ``call`` gives, or raises. Raises :class:`StoreSilent` where the store has not
         answered for the limit. A handler of a signal may raise out of it."""
         if threading.current_thread() is self._thread:
             return call()
-        answer = self.submit(call)
+        asked = self.submit(call)
         while True:
             try:
-                return answer.result(TURN_SECONDS)
+                return asked.result(TURN_SECONDS)
             except TimeoutError:
-                if answer.done():
-                    return answer.result()  # it came just now, or the error is the call's own
+                if asked.done():
+                    return asked.result()  # it came just now, or the error is the call's own
             left = patience(self._since, self._clock(), self._limit)
             if left <= 0.0:
                 raise self._silent(self._limit - left)
@@ -146,10 +147,3 @@ class _Asked:
 
     def set(self, key: str, value: str, /) -> None:
         self._line.ask(lambda: self._store.set(key, value))
-
-
-def _answer(call: Callable[[], T], answer: Future[T]) -> None:
-    try:
-        answer.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - raised again by whoever takes the answer
-        answer.set_exception(error)

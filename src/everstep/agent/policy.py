@@ -5,12 +5,12 @@ Owns: turning them into limits and a catalogue. Never does: decide. Called by: t
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 
+from everstep.agent.aside import aside
 from everstep.agent.flags import Launch
 from everstep.core.settings import Settings
 from everstep.faults.catalog import Catalog, load
@@ -46,18 +46,14 @@ def catalog_of(settings: Settings) -> Future[Catalog]:
     """The patterns of failures. everstep's own are read in a thread from now on, which takes a
     part of a second. Raises :class:`~everstep.errors.BadCatalog` at once where the user's own file
     is not one."""
-    loaded: Future[Catalog] = Future()
     if settings.catalog:
+        loaded: Future[Catalog] = Future()
         loaded.set_result(load(Path(settings.catalog)))
         return loaded
 
-    def read() -> None:
-        try:
-            whole = load()
-            Sieve(whole)  # compiles what every search of a log shares
-            loaded.set_result(whole)
-        except BaseException as error:  # noqa: BLE001 - raised again where it is needed
-            loaded.set_exception(error)
+    def read() -> Catalog:
+        whole = load()
+        Sieve(whole)  # compiles what every search of a log shares
+        return whole
 
-    threading.Thread(target=read, name="everstep-catalog", daemon=True).start()
-    return loaded
+    return aside(read, "everstep-catalog")

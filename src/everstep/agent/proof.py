@@ -58,11 +58,6 @@ class Proofs:
         """Whether the newest of them has led to a new step."""
         return bool(self._trials) and self._trials[-1].stepped is not None
 
-    @property
-    def from_step(self) -> int:
-        """The step that the attempt at hand went on from."""
-        return max((t.from_step for t in self._trials), default=-1)
-
     def begin(
         self, incident: IncidentRecord, *, since: float, failed: float, ended: float, decided: float
     ) -> None:

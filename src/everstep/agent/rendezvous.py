@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -42,6 +41,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from everstep.agent.aside import aside
 from everstep.agent.decide import WorkerEnd
 from everstep.agent.line import Keys, Line, StoreSilent
 from everstep.core.ids import Point
@@ -503,17 +503,12 @@ class Meeting:
 def found_again(config: LaunchConfig) -> Future[Meeting]:
     """The rendezvous, looked for in a thread: where the host of its store hangs, torch waits for
     it in C++ with no limit, and no signal would be heard. Fails where nobody answers."""
-    found: Future[Meeting] = Future()
 
-    def look() -> None:
-        try:
-            _check_answers(config)
-            found.set_result(Meeting(config))
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever takes the answer
-            found.set_exception(error)
+    def look() -> Meeting:
+        _check_answers(config)
+        return Meeting(config)
 
-    threading.Thread(target=look, name="everstep-meeting", daemon=True).start()
-    return found
+    return aside(look, "everstep-meeting")
 
 
 def _check_answers(config: LaunchConfig) -> None:
